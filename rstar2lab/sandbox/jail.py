@@ -1,0 +1,398 @@
+"""How a slot (one warm worker process) confines its calls at each level.
+
+`NamespaceJail` (L3, L4): the slot is process 1 of its own pid namespace and lives on a private root
+of read-only binds; `ProcessJail` (L0-L2): filters and limits only. Both offer the same five verbs:
+`set_up` once, `confine` in each forked child, `kill_all` and `reset_box` after each call, `close`.
+"""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+from rstar2lab.sandbox import kernel, seccomp
+from rstar2lab.sandbox.cgroup import Cgroup
+from rstar2lab.sandbox.levels import Limits
+
+_OWN_USER_BASE = 1_000_000  # user ids of slots that root starts; the slot's pid is added
+_MAPPED_USER = 1000  # the name of the owner inside a user namespace; not 0: exec must not regain
+_BOX_INODES = 8192
+_SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache",
+                 "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")  # fmt: skip
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{user}:{user}:sandbox:/tmp:/bin/false\n"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a slot is asked to be. `temporary`: a host directory for boxes below L3."""
+
+    level: str
+    limits: Limits
+    readable: tuple[str, ...] = ()
+    temporary: str = "/tmp"
+    has_user_namespace: bool = False
+
+
+def interpreter_paths() -> list[str]:
+    """Directories that the interpreter and its packages are read from."""
+    paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)]
+    paths += [os.path.dirname(os.path.realpath(sys.executable))]
+    paths += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return paths
+
+
+def outermost(paths: list[str]) -> list[str]:
+    """The existing paths, made absolute, without those below another or below the system's."""
+    kept: list[str] = []
+    for path in sorted({os.path.abspath(path) for path in paths if os.path.exists(path)}):
+        if path != "/" and not any(path == top or path.startswith(top + "/") for top in kept):
+            kept.append(path)
+    return kept
+
+
+def limit_resources(limits: Limits, base_bytes: int, has_cpu_limit: bool) -> None:
+    """Set the rlimits of a call. The soft memory limit leaves room to report a MemoryError."""
+    memory = base_bytes + limits.memory_mb * 2**20
+    _lower(resource.RLIMIT_AS, memory, memory + 16 * 2**20)
+    _lower(resource.RLIMIT_FSIZE, limits.file_mb * 2**20)
+    _lower(resource.RLIMIT_NPROC, limits.processes)
+    _lower(resource.RLIMIT_NOFILE, 256)
+    _lower(resource.RLIMIT_CORE, 0)
+    if has_cpu_limit:  # only a second fence: the slot watches the processor clock itself
+        _lower(resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1)
+
+
+def _lower(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a limit, never above the one in force."""
+    ceiling = resource.getrlimit(kind)[1]
+    wanted = soft if hard is None else hard
+    if ceiling != resource.RLIM_INFINITY:
+        soft, wanted = min(soft, ceiling), min(wanted, ceiling)
+    resource.setrlimit(kind, (soft, wanted))
+
+
+def own_address_space() -> int:
+    """Bytes of address space of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
+@dataclass
+class ProcessJail:
+    """Levels L0 to L2: no namespaces. The slot adopts orphans and kills by session and descent."""
+
+    plan: Plan
+    box: str = ""
+    user: int | None = None
+    capabilities: int = 0
+    base_bytes: int = 0
+    filter: bytes | None = None
+    ruleset: int | None = None
+
+    def set_up(self) -> None:
+        """Prepare the slot. Raises: OSError when the level cannot be reached."""
+        self.base_bytes = own_address_space()
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if os.getuid() == 0 and self.plan.level != "L0":
+            self.user = _OWN_USER_BASE + os.getpid()
+            if not _is_readable_by_others(os.__file__):
+                self.capabilities = 1 << kernel.CAP_DAC_READ_SEARCH
+        token = os.urandom(6).hex()
+        self.box = os.path.join(self.plan.temporary, f"rstar2lab-{os.getpid()}-{token}")
+        self._make_box()
+        if self.plan.level != "L0":
+            self.filter = seccomp.build_filter(is_namespaced=False)
+        if self.plan.level == "L2":
+            self._require_scoped_signals()
+
+    def _require_scoped_signals(self) -> None:
+        abi = seccomp.landlock_abi()
+        if abi < 1 or (abi < 6 and self.user is None):
+            raise OSError(errno.ENOSYS, f"Landlock version {abi} does not scope signals")
+        self._build_ruleset()
+
+    def _build_ruleset(self) -> None:
+        if self.ruleset is not None:
+            os.close(self.ruleset)
+        paths = [*_SYSTEM_PATHS, *interpreter_paths(), *self.plan.readable]
+        self.ruleset = seccomp.build_ruleset(paths, self.box)
+
+    def _make_box(self) -> None:
+        os.mkdir(self.box, 0o700)
+        if self.user is not None:
+            os.chown(self.box, self.user, self.user)
+
+    def confine(self, has_cpu_limit: bool) -> None:
+        """In the forked child: limits, own user, filters. There is no way back."""
+        os.chdir(self.box)
+        limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
+        if self.user is not None:
+            kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+            become_user(self.user)
+            kernel.set_capabilities(self.capabilities)
+        kernel.die_with_parent()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if self.ruleset is not None:
+            seccomp.apply_ruleset(self.ruleset)
+        if self.filter is not None:
+            seccomp.apply_filter(self.filter)
+
+    def kill_all(self, child: int) -> None:
+        """Kill the child's session, and what left it, until no descendant is left."""
+        for _ in range(200):
+            _kill_group(child)
+            alive = [pid for pid in descendants(os.getpid()) if not _is_reaped(pid, child)]
+            for pid in alive:
+                _kill(pid)
+            if not alive or alive == [child] and _is_zombie(child):
+                return
+            time.sleep(0.001)
+
+    def reset_box(self) -> None:
+        """Delete what the call wrote; the directory itself is made anew."""
+        if os.listdir(self.box) or self.user is None:
+            shutil.rmtree(self.box, ignore_errors=True)
+            self._make_box()
+            if self.ruleset is not None:  # its rules are bound to the deleted directory
+                self._build_ruleset()
+
+    def count_memory_kills(self) -> int:
+        """Kills by the kernel for memory: unknown without a cgroup."""
+        return 0
+
+    def close(self) -> None:
+        """Remove the private directory."""
+        shutil.rmtree(self.box, ignore_errors=True)
+
+
+def _is_readable_by_others(path: str) -> bool:
+    """True when every directory above `path` can be searched, and `path` read, by any user."""
+    path = os.path.realpath(path)
+    if not os.stat(path).st_mode & 0o004:
+        return False
+    while path != "/":
+        path = os.path.dirname(path)
+        if not os.stat(path).st_mode & 0o001:
+            return False
+    return True
+
+
+def become_user(user: int) -> None:
+    """Take the user and group id for good; no supplementary groups."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _stat_fields(pid: int | str) -> list[str] | None:
+    """State, parent, … of a process, None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _is_zombie(pid: int) -> bool:
+    fields = _stat_fields(pid)
+    return fields is None or fields[0] in "ZX"
+
+
+def _is_reaped(pid: int, main_child: int) -> bool:
+    """Reap a dead orphan; the call's main process is left for its status to be read."""
+    if pid == main_child:
+        return False
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return _stat_fields(pid) is None
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below `root`, itself excluded, from /proc."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        fields = _stat_fields(name) if name.isdigit() else None
+        if fields:
+            parents[int(name)] = int(fields[1])
+    found, frontier = [], {root}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier}
+        found += sorted(frontier)
+    return found
+
+
+@dataclass
+class NamespaceJail:
+    """Levels L3 and L4: the slot is process 1 of private namespaces on a private root."""
+
+    plan: Plan
+    box: str = "/tmp"
+    user: int = _MAPPED_USER
+    base_bytes: int = 0
+    filter: bytes = b""
+    cgroup: Cgroup | None = None
+    outer_ids: tuple[int, int] = field(default_factory=lambda: (os.getuid(), os.getgid()))
+
+    def leave_host(self) -> None:
+        """In the helper: cgroup and namespaces; the next forked process is process 1.
+
+        Raises: OSError when the kernel or the container refuses.
+        """
+        if self.plan.level == "L4":
+            self.cgroup = Cgroup.create(self.plan.limits)
+        flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+        flags |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+        if self.plan.has_user_namespace:
+            kernel.unshare(flags | kernel.CLONE_NEWUSER)
+            self._map_user()
+        else:
+            self.user = _OWN_USER_BASE + os.getpid()
+            kernel.unshare(flags)
+
+    def _map_user(self) -> None:
+        user, group = self.outer_ids
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{_MAPPED_USER} {user} 1")
+        _write("/proc/self/gid_map", f"{_MAPPED_USER} {group} 1")
+
+    def set_up(self) -> None:
+        """As process 1: private root, box, host name. Raises: OSError."""
+        self.base_bytes = own_address_space()
+        self.filter = seccomp.build_filter(is_namespaced=True)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        build_root(outermost([*interpreter_paths(), *self.plan.readable]), self.user)
+        self._mount_box()
+        kernel.restrict_mount("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
+        kernel.set_host_name("sandbox")
+
+    def _mount_box(self) -> None:
+        options = f"size={self.plan.limits.file_mb}m,nr_inodes={_BOX_INODES},mode=700"
+        options += f",uid={self.user},gid={self.user}"
+        kernel.mount("box", self.box, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+
+    def confine(self, has_cpu_limit: bool) -> None:
+        """In the forked child: limits, no privileges, filter. There is no way back."""
+        os.chdir(self.box)
+        limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
+        if not self.plan.has_user_namespace:
+            become_user(self.user)
+        kernel.set_capabilities(0)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        kernel.die_with_parent()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        seccomp.apply_filter(self.filter)
+
+    def kill_all(self, child: int) -> None:
+        """Kill every process of the namespace but the slot, at one stroke, and reap the orphans."""
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def reset_box(self) -> None:
+        """A fresh private directory: nothing of the call is left."""
+        kernel.unmount(self.box)
+        self._mount_box()
+
+    def count_memory_kills(self) -> int:
+        """Processes that the kernel killed at the cgroup's memory limit so far."""
+        return self.cgroup.count_kills() if self.cgroup else 0
+
+    def close(self) -> None:
+        """Nothing: the namespaces end with the slot."""
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def build_root(sources: list[str], user: int) -> None:
+    """Mount a private root: read-only binds of the system and `sources`, few devices, /proc.
+
+    Sources are opened first, because the new root covers /tmp, where they may lie.
+    Raises: OSError.
+    """
+    binds = {path: os.open(path, os.O_PATH) for path in _bindable(_SYSTEM_PATHS)}
+    binds |= {path: os.open(path, os.O_PATH) for path in sources if not _is_below(path, binds)}
+    devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+    root = "/tmp"
+    kernel.mount("root", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path, descriptor in binds.items():
+        _bind(root + path, descriptor)
+        read_only = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+        kernel.restrict_mount(root + path, read_only)
+    for path, descriptor in devices.items():
+        _bind(root + path, descriptor)
+    _add_links(root)
+    _add_etc(root, user)
+    for name in ("proc", "tmp"):
+        os.mkdir(f"{root}/{name}", 0o755)
+    _mount_proc(root + "/proc")
+    for descriptor in (*binds.values(), *devices.values()):
+        os.close(descriptor)
+    kernel.pivot_root(root)
+
+
+def _bindable(paths: tuple[str, ...]) -> list[str]:
+    return [path for path in paths if os.path.exists(path) and not os.path.islink(path)]
+
+
+def _is_below(path: str, tops: dict[str, int]) -> bool:
+    return any(path == top or path.startswith(top + "/") for top in tops)
+
+
+def _bind(target: str, descriptor: int) -> None:
+    is_directory = os.path.isdir(f"/proc/self/fd/{descriptor}")
+    os.makedirs(target if is_directory else os.path.dirname(target), 0o755, exist_ok=True)
+    if not is_directory:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    flags = kernel.MS_BIND | kernel.MS_REC
+    kernel.mount(f"/proc/self/fd/{descriptor}", target, None, flags)
+
+
+def _add_links(root: str) -> None:
+    """Symbolic links of the host such as /lib → usr/lib, and the usual ones below /dev."""
+    for path in _SYSTEM_PATHS:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+    links = {"shm": "/tmp", "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0",
+             "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}  # fmt: skip
+    for name, target in links.items():
+        os.symlink(target, f"{root}/dev/{name}")
+
+
+def _add_etc(root: str, user: int) -> None:
+    os.makedirs(f"{root}/etc", 0o755, exist_ok=True)
+    _write(f"{root}/etc/passwd", _PASSWD.format(user=user))
+    _write(f"{root}/etc/group", f"root:x:0:\nsandbox:x:{user}:\n")
+
+
+def _mount_proc(target: str) -> None:
+    """A /proc of the own pid namespace; containers with a masked /proc forbid it: then none."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    try:
+        kernel.mount("proc", target, "proc", flags, "hidepid=2")
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EINVAL):
+            raise

@@ -1,0 +1,221 @@
+"""Inside the forked child: run one program as a fresh `__main__`, like a notebook cell.
+
+The last statement, if an expression, is evaluated once and shown; a trailing semicolon silences it.
+Errors go to stderr as one line or as a traceback of the program's own frames. Nothing here is a
+fence: what the program must not do is refused by `jail` and `slot`.
+"""
+
+import ast
+import builtins
+import io
+import linecache
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+
+MEMORY_SIGNAL = signal.SIGRTMAX - 3  # a child that ran out of memory ends itself with this signal
+PROGRAM_NAME = "<program>"
+_MESSAGE_CHARS = 600
+_SOURCE_CHARS = 120
+
+
+def open_streams(input_descriptor: int | None) -> None:
+    """New sys.stdin, stdout and stderr on descriptors 0-2; no input: end of file at once."""
+    if input_descriptor is None:
+        input_descriptor = os.open(os.devnull, os.O_RDONLY)
+    if input_descriptor != 0:
+        os.dup2(input_descriptor, 0)
+        os.close(input_descriptor)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = sys.__stdout__ = _line_writer(1)
+    sys.stderr = sys.__stderr__ = _line_writer(2)
+
+
+def _line_writer(descriptor: int) -> io.TextIOWrapper:
+    """Line-buffered, so that output before a kill is not lost; odd characters never raise."""
+    raw = open(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(
+        raw, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True
+    )
+
+
+def fresh_main() -> dict:
+    """A new, empty `__main__`; the worker's own modules leave sys.modules. Returns its namespace."""
+    module = types.ModuleType("__main__")
+    module.__builtins__ = builtins
+    for name in [name for name in sys.modules if name.split(".")[0] == "rstar2lab"]:
+        del sys.modules[name]
+    sys.modules["__main__"] = module
+    sys.argv, sys.orig_argv = ["program.py"], ["python", "program.py"]
+    sys.path.insert(0, os.getcwd())
+    return module.__dict__
+
+
+def reseed() -> None:
+    """Give the child its own random state where numpy is loaded; `random` reseeds at fork."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+class Runner:
+    """Runs programs in one namespace; keeps what is needed to report their errors.
+
+    errors: "line" for one short line, "traceback" for the program's own frames.
+    """
+
+    def __init__(self, errors: str):
+        self.errors = errors
+        self.names: set[str] = set()
+        self.namespace = fresh_main()
+        threading.excepthook = self._report_thread
+        sys.unraisablehook = self._report_thread
+        sys.excepthook = lambda kind, error, trace: self.report(error)
+
+    def run(self, source: bytes, name: str = PROGRAM_NAME) -> int:
+        """Run one program. Returns its exit code; `MEMORY_SIGNAL` negated for MemoryError."""
+        try:
+            self._execute(source.decode("utf-8", "surrogatepass"), name)
+            return 0
+        except SystemExit as error:
+            return self._exit_code(error.code)
+        except MemoryError as error:
+            free_reserve()
+            self.report(error)
+            return -MEMORY_SIGNAL
+        except BaseException as error:  # the boundary: whatever the program raises is its result
+            self.report(error)
+            return 1
+        finally:
+            flush()
+
+    def _execute(self, text: str, name: str) -> None:
+        self.names.add(name)
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        tree = ast.parse(text, name)
+        shown = tree.body.pop() if is_shown(tree, text) else None
+        if tree.body:
+            exec(compile(tree, name, "exec", dont_inherit=True), self.namespace)
+        if shown is not None:
+            code = compile(ast.Expression(shown.value), name, "eval", dont_inherit=True)
+            sys.displayhook(eval(code, self.namespace))
+
+    def _exit_code(self, code: object) -> int:
+        if code is None:
+            return 0
+        if isinstance(code, int):
+            return code & 0xFF
+        print(code, file=sys.stderr)
+        return 1
+
+    def report(self, error: BaseException) -> None:
+        """Write the error to stderr."""
+        try:
+            text = self._line(error) if self.errors == "line" else self._traceback(error)
+            sys.stderr.write(text + "\n")
+        except Exception:  # a broken __str__, or a closed stderr: the type alone, if possible
+            os.write(2, f"{type(error).__name__}\n".encode())
+
+    def _report_thread(self, event) -> None:
+        if event.exc_value is not None and not isinstance(event.exc_value, SystemExit):
+            self.report(event.exc_value)
+
+    def _line(self, error: BaseException) -> str:
+        """`NameError: name 'x' is not defined (line 3: print(x))`"""
+        if isinstance(error, SyntaxError) and error.filename in self.names:
+            return _with_line(f"{type(error).__name__}: {error.msg}", error.lineno, error.text)
+        message = " ".join(traceback.format_exception_only(error)[-1].split())
+        message = message.removeprefix("__main__.")
+        if len(message) > _MESSAGE_CHARS:
+            message = message[:_MESSAGE_CHARS] + "…"
+        place = self._innermost(error)
+        return _with_line(message, *place) if place else message
+
+    def _innermost(self, error: BaseException) -> tuple[int, str] | None:
+        frames = traceback.walk_tb(error.__traceback__)
+        places = [(f.f_code.co_filename, n) for f, n in frames if f.f_code.co_filename in self.names]
+        if not places:
+            return None
+        return places[-1][1], linecache.getline(*places[-1])
+
+    def _traceback(self, error: BaseException) -> str:
+        report = traceback.TracebackException.from_exception(error)
+        seen: set[int] = set()
+        pending = [report]
+        while pending:
+            part = pending.pop()
+            if part is None or id(part) in seen:
+                continue
+            seen.add(id(part))
+            own = [frame for frame in part.stack if frame.filename in self.names]
+            part.stack = traceback.StackSummary.from_list(own)
+            pending += [part.__cause__, part.__context__, *(part.exceptions or ())]
+        return "".join(report.format()).rstrip("\n")
+
+
+def _with_line(message: str, number: int | None, text: str | None) -> str:
+    source = " ".join((text or "").split())
+    if len(source) > _SOURCE_CHARS:
+        source = source[:_SOURCE_CHARS] + "…"
+    if number is None:
+        return message
+    return f"{message} (line {number}: {source})" if source else f"{message} (line {number})"
+
+
+def is_shown(tree: ast.Module, text: str) -> bool:
+    """True when the last statement is an expression without a semicolon behind it."""
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return False
+    last = tree.body[-1]
+    line = text.encode("utf-8", "surrogatepass").splitlines()[last.end_lineno - 1 :][0]
+    return not line[last.end_col_offset :].lstrip().startswith(b";")
+
+
+def free_reserve() -> None:
+    """Raise the soft memory limit to the hard one, so that a MemoryError can be reported."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def flush() -> None:
+    """Flush what the program left in its streams, whatever it did to them."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # closed or replaced by the program: nothing to save
+            pass
+
+
+def install_exit() -> None:
+    """`os._exit` keeps its meaning but does not lose what was printed before it."""
+    leave = os._exit
+
+    def _exit(status):
+        flush()
+        leave(status)
+
+    os._exit = _exit
+
+
+def finish(code: int) -> None:
+    """End the process as an interpreter does: wait for threads, run exit handlers, flush."""
+    try:
+        threading._shutdown()
+        _run_exit_handlers()
+    except BaseException:  # the exit handlers are the program's: their errors do not count
+        pass
+    flush()
+    if code == -MEMORY_SIGNAL:
+        signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
+        os.kill(os.getpid(), MEMORY_SIGNAL)
+    os._exit(code)
+
+
+def _run_exit_handlers() -> None:
+    import atexit
+
+    atexit._run_exitfuncs()
