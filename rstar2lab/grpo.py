@@ -78,7 +78,8 @@ def grpo_loss(
     """
     is_trained_BT = mask_BT != 0
     num_tokens_here = int(is_trained_BT.sum())
-    _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_tokens, num_tokens_here)
+    _check_shapes(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT)
+    _check_denominator(num_tokens, num_tokens_here)
 
     # torch.where cuts masked values off before exp, so that no 0 · NaN can arise, also backward.
     work_dtype = torch.promote_types(logprobs_BT.dtype, torch.float32)
@@ -99,7 +100,12 @@ def grpo_loss(
     return _output(loss, ratio_BT.detach()[is_trained_BT], is_clipped_BT[is_trained_BT])
 
 
-def _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_tokens, num_tokens_here):
+def _check_shapes(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+) -> None:
     shapes = [tuple(x.shape) for x in (logprobs_BT, old_logprobs_BT, mask_BT)]
     if logprobs_BT.ndim != 2 or len(set(shapes)) > 1:
         raise ValueError(
@@ -109,6 +115,9 @@ def _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_tokens, num_
         raise ValueError(
             f"expected advantages of shape {shapes[0][:1]}, found {tuple(advantages_B.shape)}"
         )
+
+
+def _check_denominator(num_tokens: int, num_tokens_here: int) -> None:
     if num_tokens_here and not float(num_tokens) > 0:
         raise ValueError(
             f"num_tokens={num_tokens} but {num_tokens_here} tokens are trained here; "
@@ -116,7 +125,7 @@ def _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, num_tokens, num_
         )
 
 
-def _output(loss, ratios, is_clipped) -> LossOutput:
+def _output(loss: torch.Tensor, ratios: torch.Tensor, is_clipped: torch.Tensor) -> LossOutput:
     if not len(ratios):
         return LossOutput(loss, 0.0, 1.0, 1.0, 1.0, 0)
     return LossOutput(

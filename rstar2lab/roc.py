@@ -175,10 +175,6 @@ def uniform_choice(penalties_N: np.ndarray, size: int, rng: np.random.Generator)
     return rng.choice(len(penalties_N), size, replace=False) if size else np.zeros(0, np.int64)
 
 
-def _first_choice(penalties_N: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    return np.arange(size)
-
-
 # --- selection ------------------------------------------------------------------------------------
 
 
@@ -196,9 +192,8 @@ def failure_quota(
     ⌊failures · keep / N⌋, that is ⌊|O_neg| / 2⌋ for keep = N/2: the only rounding. Then raised to
     `floors` = (successes, failures) as far as the group allows; the successes' floor goes first.
     """
-    floor_successes, floor_failures = floors
     quota = num_failures * keep // (num_successes + num_failures)
-    return _floored(quota, num_successes, num_failures, keep, floor_successes, floor_failures)
+    return _floored(quota, num_successes, num_failures, keep, floors)
 
 
 def _release_failure_quota(num_successes: int, num_failures: int, keep: int) -> int:
@@ -207,10 +202,13 @@ def _release_failure_quota(num_successes: int, num_failures: int, keep: int) -> 
     Where its two roundings do not sum to `keep` the release fails; here the successes yield.
     """
     quota = round(num_failures * keep / (num_successes + num_failures))
-    return _floored(quota, num_successes, num_failures, keep, 2, 2)
+    return _floored(quota, num_successes, num_failures, keep, (2, 2))
 
 
-def _floored(quota, num_successes, num_failures, keep, floor_successes, floor_failures) -> int:
+def _floored(
+    quota: int, num_successes: int, num_failures: int, keep: int, floors: tuple[int, int]
+) -> int:
+    floor_successes, floor_failures = floors
     quota = max(quota, min(floor_failures, num_failures))
     quota = min(quota, keep - min(floor_successes, num_successes))
     return int(np.clip(quota, max(0, keep - num_successes), min(num_failures, keep)))
@@ -238,10 +236,15 @@ def resample_on_correct(
     """
     successes, failures = _split(rewards_N, penalties_N, keep)
     num_failures = failure_quota(len(successes), len(failures), keep, floors)
-    return _take(successes, failures, penalties_N, keep, num_failures, rng, choose, uniform_choice)
+    kept_failures = failures[uniform_choice(failures, num_failures, rng)]
+    success_penalties = np.asarray(penalties_N, np.float64)[successes]
+    kept_successes = successes[choose(success_penalties, keep - num_failures, rng)]
+    return np.sort(np.concatenate([kept_failures, kept_successes]))
 
 
-def _split(rewards_N, penalties_N, keep: int) -> tuple[np.ndarray, np.ndarray]:
+def _split(
+    rewards_N: np.ndarray, penalties_N: np.ndarray, keep: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the successes and of the failures, after checking the group."""
     rewards_N = _checked(rewards_N, keep)
     if np.shape(penalties_N) != rewards_N.shape:
@@ -251,7 +254,7 @@ def _split(rewards_N, penalties_N, keep: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(rewards_N > 0), np.flatnonzero(rewards_N <= 0)
 
 
-def _checked(rewards_N, keep: int) -> np.ndarray:
+def _checked(rewards_N: np.ndarray, keep: int) -> np.ndarray:
     rewards_N = np.asarray(rewards_N, np.float64)
     if rewards_N.ndim != 1:
         raise ValueError(f"expected rewards of one group, shape [N], found {rewards_N.shape}")
@@ -267,45 +270,75 @@ def _checked(rewards_N, keep: int) -> np.ndarray:
     return rewards_N
 
 
-def _take(successes, failures, penalties_N, keep, num_failures, rng, choose, choose_failures):
-    penalties_N = np.asarray(penalties_N, np.float64)
-    kept_failures = failures[choose_failures(np.zeros(len(failures)), num_failures, rng)]
-    kept_successes = successes[choose(penalties_N[successes], keep - num_failures, rng)]
-    return np.sort(np.concatenate([kept_failures, kept_successes]))
-
-
-def _roc_paper(rewards_N, penalties_N, keep, rng, info_N=None):
+def _roc_paper(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """RoC as the paper states it (§2.2.3)."""
     return resample_on_correct(rewards_N, penalties_N, keep, rng)
 
 
-def _roc_release(rewards_N, penalties_N, keep, rng, info_N=None):
+def _roc_release(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """RoC as released: successes sorted by penalty, first failures, floors of 2; deterministic."""
     successes, failures = _split(rewards_N, penalties_N, keep)
     num_failures = _release_failure_quota(len(successes), len(failures), keep)
-    choices = lowest_penalty_choice, _first_choice
-    return _take(successes, failures, penalties_N, keep, num_failures, rng, *choices)
+    success_penalties = np.asarray(penalties_N, np.float64)[successes]
+    kept_successes = successes[lowest_penalty_choice(success_penalties, keep - num_failures)]
+    return np.sort(np.concatenate([failures[:num_failures], kept_successes]))
 
 
-def _uniform(rewards_N, penalties_N, keep, rng, info_N=None):
+def _uniform(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """Uniform over the whole group: separates the selection from the extra sampling (control)."""
     return np.sort(uniform_choice(_checked(rewards_N, keep), keep, rng))
 
 
-def _gfpo_length(rewards_N, penalties_N, keep, rng, info_N=None):
+def _gfpo_length(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """GFPO (arXiv 2508.09726): the shortest responses, right or wrong; ties in rollout order."""
     lengths_N = _lengths(info_N, _checked(rewards_N, keep))
     return np.sort(np.argsort(lengths_N, kind="stable")[:keep])
 
 
-def _gfpo_efficiency(rewards_N, penalties_N, keep, rng, info_N=None):
+def _gfpo_efficiency(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """GFPO by token efficiency: the highest reward per token; ties in rollout order."""
     rewards_N = _checked(rewards_N, keep)
     efficiency_N = rewards_N / np.maximum(_lengths(info_N, rewards_N), 1)
     return np.sort(np.argsort(-efficiency_N, kind="stable")[:keep])
 
 
-def _all(rewards_N, penalties_N, keep, rng, info_N=None):
+def _all(
+    rewards_N: np.ndarray,
+    penalties_N: np.ndarray,
+    keep: int,
+    rng: np.random.Generator,
+    info_N: Lengths | None = None,
+) -> np.ndarray:
     """Every rollout, whatever `keep` says: the baseline without selection."""
     return np.arange(len(rewards_N))
 

@@ -129,7 +129,7 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half, n)
 
 
-def _checked(values, level: float) -> np.ndarray:
+def _checked(values: np.ndarray, level: float) -> np.ndarray:
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or len(values) == 0:
         raise ValueError(f"expected a list of at least one value, found shape {values.shape}")
@@ -140,7 +140,9 @@ def _checked(values, level: float) -> np.ndarray:
     return values
 
 
-def _bootstrap(sums, counts, level, resamples, rng) -> Interval:
+def _bootstrap(
+    sums: np.ndarray, counts: np.ndarray, level: float, resamples: int, rng: np.random.Generator
+) -> Interval:
     """Percentile interval of Σ sums / Σ counts under resampling of units."""
     n, mean = len(sums), float(sums.sum() / counts.sum())
     if n == 1:

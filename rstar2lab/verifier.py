@@ -64,7 +64,7 @@ class Verifier:
         """
         with self._slots:
             for is_last_try in (False, True):
-                worker = self._take_worker()
+                worker = self._take_worker(must_be_new=is_last_try)
                 try:
                     verdict = worker.ask(gold, prediction, self.deadline_seconds)
                 except (EOFError, OSError) as error:
@@ -101,7 +101,7 @@ class Verifier:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _take_worker(self) -> "_Worker":
+    def _take_worker(self, must_be_new: bool) -> "_Worker":
         if self._closed:
             raise ServiceFailure("the answer checker is closed; make a new Verifier")
         while not self._idle.empty():
@@ -109,7 +109,7 @@ class Verifier:
                 worker = self._idle.get_nowait()
             except queue.Empty:  # another thread was faster
                 break
-            if worker.process.poll() is None:
+            if worker.process.poll() is None and not must_be_new:
                 return worker
             worker.kill()
         return _Worker(self.start_seconds)

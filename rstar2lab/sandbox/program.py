@@ -6,6 +6,7 @@ fence: what the program must not do is refused by `jail` and `slot`.
 """
 
 import ast
+import atexit
 import builtins
 import io
 import linecache
@@ -95,7 +96,7 @@ class Runner:
 
     def _execute(self, text: str, name: str) -> None:
         self.names.add(name)
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        linecache.cache[name] = (len(text), None, _lines(text), name)
         tree = ast.parse(text, name)
         shown = tree.body.pop() if is_shown(tree, text) else None
         if tree.body:
@@ -171,8 +172,13 @@ def is_shown(tree: ast.Module, text: str) -> bool:
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return False
     last = tree.body[-1]
-    line = text.encode("utf-8", "surrogatepass").splitlines()[last.end_lineno - 1 :][0]
+    line = text.encode("utf-8", "surrogatepass").splitlines()[last.end_lineno - 1]
     return not line[last.end_col_offset :].lstrip().startswith(b";")
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as the parser counts them, each with its end."""
+    return io.StringIO(text, newline=None).readlines()
 
 
 def free_reserve() -> None:
@@ -205,7 +211,7 @@ def finish(code: int) -> None:
     """End the process as an interpreter does: wait for threads, run exit handlers, flush."""
     try:
         threading._shutdown()
-        _run_exit_handlers()
+        atexit._run_exitfuncs()
     except BaseException:  # the exit handlers are the program's: their errors do not count
         pass
     flush()
@@ -213,9 +219,3 @@ def finish(code: int) -> None:
         signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), MEMORY_SIGNAL)
     os._exit(code)
-
-
-def _run_exit_handlers() -> None:
-    import atexit
-
-    atexit._run_exitfuncs()

@@ -1,0 +1,251 @@
+"""A run is a folder, and the only thing that notebooks and figures read.
+
+`config.json`, `provenance.json`, `metrics.jsonl` (one object per step), `eval.parquet`,
+`trajectories.parquet`, checkpoints, and `DONE.json`, written last. Every file appears whole or not at
+all: it is written beside its place and then renamed.
+"""
+
+import fcntl
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from . import config as cfg
+from .types import Trajectory
+
+PACKAGES = ("torch", "transformers", "numpy", "pandas", "rstar2lab")
+
+
+class RunError(RuntimeError):
+    """A run folder cannot be used as asked; the message says what to do."""
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file that is never seen half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    payload = data.encode() if isinstance(data, str) else data
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def provenance(command: str, scale: str) -> dict:
+    """How a result came about: command, git commit, versions, host kind, scale."""
+    return {
+        "command": command, "git_sha": _git_sha(), "scale": scale,
+        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "host": f"{platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_sha() -> str:
+    here = Path(__file__).parent
+    try:
+        sha = subprocess.run(
+            ("git", "rev-parse", "HEAD"), cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ("git", "status", "--porcelain", "--", "rstar2lab"), cwd=here.parent,
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        return sha + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class RunFolder:
+    """One run on disk. Opening an existing folder with another configuration is refused."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._lock = None
+
+    def open(self, config_json: str, *, command: str, scale: str, resume: bool) -> None:
+        """Create the folder, or continue it, holding its lock until `close`.
+
+        Raises:
+            RunError: another process writes here; the folder holds a run and `resume` is False; or
+                it was made with another configuration.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise RunError(f"another process is writing {self.path}; stop it, or wait") from None
+        existing = self.path / "config.json"
+        if not existing.exists():
+            write_atomic(self.path / "provenance.json",
+                         json.dumps(provenance(command, scale), indent=1))
+            write_atomic(existing, config_json)
+            return
+        if existing.read_text() != config_json:
+            self.close()
+            changes = _difference(existing.read_text(), config_json)
+            raise RunError(
+                f"{self.path} holds a run with another configuration ({changes}); "
+                "choose another folder or remove this one"
+            )
+        if not resume and (self.is_done or self.rows()):
+            self.close()
+            raise RunError(
+                f"{self.path} already holds a run; continue it with --resume, or remove the folder"
+            )
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+            (self.path / ".lock").unlink(missing_ok=True)
+
+    @property
+    def is_done(self) -> bool:
+        return (self.path / "DONE.json").exists()
+
+    def mark_done(self, summary: dict) -> None:
+        write_atomic(self.path / "DONE.json", json.dumps(summary, indent=1))
+
+    # metrics.jsonl
+
+    def rows(self) -> list[dict]:
+        """The metric rows written so far; a half-written last line is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1] if line]
+
+    def append_row(self, row: dict) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def keep_rows_up_to(self, step: int) -> None:
+        """Forget what lies after a checkpoint: those steps run again."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+
+    # tables, in one part per step, merged at the end
+
+    def write_part(self, table: str, step: int, frame: pd.DataFrame) -> None:
+        """One step's rows of `eval` or `trajectories`; writing a step again replaces it."""
+        buffer = io.BytesIO()
+        frame.to_parquet(buffer, index=False)
+        write_atomic(self.path / "parts" / f"{table}-{step:06d}.parquet", buffer.getvalue())
+
+    def merge_parts(self, tables: Iterable[str] = ("eval", "trajectories")) -> None:
+        for table in tables:
+            parts = sorted((self.path / "parts").glob(f"{table}-*.parquet"))
+            if parts:
+                buffer = io.BytesIO()
+                frame = pd.concat([pd.read_parquet(p) for p in parts], ignore_index=True)
+                frame.to_parquet(buffer, index=False, compression="zstd")
+                write_atomic(self.path / f"{table}.parquet", buffer.getvalue())
+        shutil.rmtree(self.path / "parts", ignore_errors=True)
+
+    def read_table(self, table: str) -> pd.DataFrame:
+        """`eval` or `trajectories`, also of a run that is still going on."""
+        path = self.path / f"{table}.parquet"
+        if path.exists():
+            return pd.read_parquet(path)
+        parts = sorted((self.path / "parts").glob(f"{table}-*.parquet"))
+        return pd.concat([pd.read_parquet(p) for p in parts]) if parts else pd.DataFrame()
+
+    # checkpoints
+
+    def save_checkpoint(self, step: int, state: dict) -> None:
+        """Save, then remove the older ones: at any moment one whole checkpoint exists."""
+        import torch
+
+        buffer = io.BytesIO()
+        torch.save({"step": step, **state}, buffer)
+        path = self._checkpoint_path(step)
+        write_atomic(path, buffer.getvalue())
+        for older in self._checkpoints():
+            if older != path:
+                older.unlink()
+
+    def load_checkpoint(self) -> dict | None:
+        """The newest checkpoint, None if there is none."""
+        import torch
+
+        found = self._checkpoints()
+        return torch.load(found[-1], weights_only=True) if found else None
+
+    def _checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}.pt"
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("step-*.pt"))
+
+
+def _difference(old_json: str, new_json: str) -> str:
+    old, new = (cfg.flatten(json.loads(text)) for text in (old_json, new_json))
+    changed = [key for key in old | new if old.get(key) != new.get(key)]
+    return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} asked" for k in changed[:5])
+
+
+def trajectory_row(trajectory: Trajectory, *, question: str, answer: str, step: int, arm: str,
+                   penalty: float, kept: bool, roles=None) -> dict:
+    """One row of `trajectories.parquet`. `roles` names each response token's role."""
+    return {
+        "problem_id": trajectory.problem_id, "question": question, "answer": answer,
+        "sample": trajectory.sample, "step": step, "arm": arm, "reward": trajectory.reward,
+        "reason": trajectory.reason, "stop": trajectory.stop.name, "penalty": penalty, "kept": kept,
+        "weight_version": trajectory.weight_version, "prompt_ids": trajectory.prompt_ids,
+        "response_ids": trajectory.response_ids, "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs, "entropies": trajectory.entropies, "roles": roles,
+        "turns": [_turn_row(turn) for turn in trajectory.turns],
+    }
+
+
+def _turn_row(turn) -> dict:
+    result = turn.result
+    return {
+        "text": turn.text, "call": turn.call.raw if turn.call else None,
+        "status": result.status.name if result else None,
+        "stdout": result.stdout if result else None, "stderr": result.stderr if result else None,
+        "seconds": result.seconds if result else None,
+    }
+
+
+def command_line() -> str:
+    """The command that started this process, as a person would type it."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def metrics_frame(path: str | Path) -> pd.DataFrame:
+    """Metric rows of one run folder, or of all run folders below `path`, with arm and seed columns."""
+    frames = []
+    for file in sorted(Path(path).glob("**/metrics.jsonl")):
+        folder = RunFolder(file.parent)
+        arm, _, seed = file.parent.name.rpartition("-s")
+        frame = pd.DataFrame(folder.rows())
+        if len(frame) and arm:
+            frames.append(frame.assign(arm=arm, run_seed=int(seed), sweep=file.parent.parent.name))
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()

@@ -1,0 +1,371 @@
+"""`Sandbox`: run programs written by a model, isolated, on warm worker processes.
+
+The status of a call is born here, from clocks and exit codes, never from text. Not done here: HTTP
+(`server`), parsing of calls (`protocol`). It is not a virtual machine; see `LEVELS`.
+"""
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from rstar2lab.sandbox.levels import (
+    AUTOMATIC_LEVELS,
+    LEVELS,
+    OUTPUT_KILL_FACTOR,
+    Limits,
+    SandboxError,
+    at_least,
+    check_level,
+)
+from rstar2lab.sandbox.workers import (
+    RawResult,
+    TemplateProcess,
+    TemplateSettings,
+    Worker,
+    WorkerDied,
+    path_pattern,
+)
+from rstar2lab.types import ToolResult, ToolStatus
+
+DEFAULT_PRELOAD = (
+    "math", "cmath", "itertools", "functools", "operator", "collections", "fractions", "decimal",
+    "statistics", "random", "re", "string", "datetime", "time", "heapq", "bisect", "copy", "json",
+    "typing", "dataclasses", "enum",
+)  # fmt: skip
+_ATTEMPTS = 2  # a call whose worker died is repeated once
+
+
+class Sandbox:
+    """Isolated execution of programs, `workers` at a time. Usable as a context manager.
+
+    workers: slots; for programs that may loop, about four per processor.
+    limits: of each call. require_level: the weakest acceptable level. level: exactly this level
+    ("L0" only by name); None takes the strongest that works. preload: modules imported once,
+    before the first call; invisible to programs except in speed. errors: "line" reports an
+    exception in one line, "traceback" with the program's own frames. readable: more paths that
+    programs may read.
+
+    Output is cut to `limits.output_chars` characters per stream, never inside one: standard
+    output keeps its head, standard error its tail. Safe to use from several threads and inside a
+    running event loop; another process needs its own Sandbox.
+
+    Raises: SandboxError if the level is not reached or the workers do not start.
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        limits: Limits | None = None,
+        *,
+        require_level: str | None = None,
+        level: str | None = None,
+        preload: Iterable[str] = DEFAULT_PRELOAD,
+        errors: str = "line",
+        readable: Iterable[str] = (),
+    ):
+        if workers < 1:
+            raise SandboxError(f"workers={workers}, expected at least 1; raise workers")
+        if errors not in ("line", "traceback"):
+            raise SandboxError(f"errors={errors!r}, expected 'line' or 'traceback'; choose one")
+        self.limits = limits or Limits()
+        self.workers = workers
+        levels = AUTOMATIC_LEVELS if level is None else (check_level(level),)
+        settings = TemplateSettings(levels, self.limits, tuple(preload), tuple(readable), errors)
+        self._state = _State(settings, workers)
+        self._finalizer = weakref.finalize(self, self._state.close)
+        try:
+            self.level = _accept_level(self._state.template.report, require_level, level)
+            self._state.fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, code: str, stdin: str = "") -> ToolResult:
+        """Run one program and wait for its result; the status says how it ended.
+
+        Raises: SandboxError when the sandbox is closed or belongs to another process.
+        """
+        return self._run(code, stdin, time.monotonic())
+
+    def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
+        """Run programs, or (program, stdin) pairs, over all workers. Results in input order."""
+        pairs = [(item, "") if isinstance(item, str) else item for item in programs]
+        submitted = time.monotonic()
+        futures = [self._state.submit(self._run, *pair, submitted) for pair in pairs]
+        return [future.result() for future in futures]
+
+    async def arun(self, code: str, stdin: str = "") -> ToolResult:
+        """Awaitable twin of `run`; a cancelled call ends in the background, at its limit."""
+        future = self._state.submit(self._run, code, stdin, time.monotonic())
+        return await asyncio.wrap_future(future)
+
+    def session(self) -> "Session":
+        """A stateful session with a worker of its own; use it as a context manager."""
+        self._state.check_usable()
+        return Session(self._state)
+
+    def close(self) -> None:
+        """End all workers and wait for them; calls in progress become SERVICE_FAILURE."""
+        self._finalizer()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _run(self, code: str, stdin: str, submitted: float) -> ToolResult:
+        worker = self._state.take()
+        waited = time.monotonic() - submitted
+        for _ in range(_ATTEMPTS):
+            try:
+                worker = worker or self._state.replace()
+                raw = worker.call(code, stdin)
+            except (WorkerDied, SandboxError) as error:
+                worker, reason = _discard(worker), error
+                continue
+            except BaseException:  # an interrupt in mid-call: the worker's answer is still to come
+                self._state.give(_discard(worker))
+                raise
+            self._state.give(worker)
+            return to_result(raw, self.limits, waited)
+        self._state.give(worker)
+        return failure(reason, waited)
+
+
+def _discard(worker: Worker | None) -> None:
+    if worker is not None:
+        worker.close()
+
+
+class _State:
+    """Template, idle workers and threads of a sandbox; closed when the sandbox is collected.
+
+    An idle place holds a worker, or None where a dead one has to be replaced.
+    """
+
+    def __init__(self, settings: TemplateSettings, workers: int):
+        self.settings, self.count = settings, workers
+        self.lock = threading.Lock()
+        self.idle: queue.Queue[Worker | None] = queue.Queue()
+        self.process_id = os.getpid()
+        self.executor: ThreadPoolExecutor | None = None
+        self.is_closed = False
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.template = TemplateProcess(settings)
+
+    def fill(self) -> None:
+        """Start all workers. Raises: SandboxError."""
+        for _ in range(self.count):
+            self.idle.put(self.template.new_worker())
+
+    def check_usable(self) -> None:
+        """Raises: SandboxError when closed, or in a forked copy of the owner."""
+        if os.getpid() != self.process_id:
+            raise SandboxError(
+                f"this Sandbox belongs to process {self.process_id}, found process {os.getpid()};"
+                " create one Sandbox in each process"
+            )
+        if self.is_closed:
+            raise SandboxError("this Sandbox is closed; create a new one")
+
+    def take(self) -> Worker | None:
+        """Wait for an idle worker, first come, first served."""
+        self.check_usable()
+        worker = self.idle.get()
+        if self.is_closed:
+            self.idle.put(None)
+            raise SandboxError("this Sandbox was closed while the call waited; create a new one")
+        return worker
+
+    def give(self, worker: Worker | None) -> None:
+        """Put a worker back."""
+        if self.is_closed and worker is not None:
+            worker.close()
+        self.idle.put(worker)
+
+    def replace(self, is_session: bool = False) -> Worker:
+        """A new worker, from a new template if the old one is gone. Raises: SandboxError."""
+        with self.lock:
+            self.check_usable()
+            if self.template.process.poll() is not None:
+                self.template.close()
+                self.template = TemplateProcess(self.settings)
+            return self.template.new_worker(is_session)
+
+    def submit(self, function, *arguments):
+        """Run in a thread. Returns its future."""
+        self.check_usable()
+        with self.lock:
+            if self.executor is None:
+                self.executor = ThreadPoolExecutor(self.count, "rstar2lab-sandbox")
+        return self.executor.submit(function, *arguments)
+
+    def close(self) -> None:
+        """End everything; harmless a second time and in a forked copy."""
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+        while not self.idle.empty():
+            _discard(self.idle.get())
+        self.idle.put(None)  # wakes a call that still waits
+        for session in list(self.sessions):
+            session.close()
+        if os.getpid() != self.process_id:
+            self.template.control.close()
+            return
+        self.template.close()
+        if self.executor is not None:
+            self.executor.shutdown(wait=False)
+
+
+class Session:
+    """A stateful interpreter, like a notebook kernel: names, files and threads stay.
+
+    Limits hold per call. After a time-out, a crash or a flood of output the state is gone: the
+    result's stderr says so, and the next call starts clean. One call at a time.
+    """
+
+    def __init__(self, state: _State):
+        self._state = state
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._worker: Worker | None = state.replace(is_session=True)
+        state.sessions.add(self)
+
+    def run(self, code: str, stdin: str = "") -> ToolResult:
+        """Run one cell in the session's namespace. Raises: SandboxError when closed."""
+        submitted = time.monotonic()
+        with self._lock:
+            if self._is_closed:
+                raise SandboxError("this session is closed; open a new one with sandbox.session()")
+            waited = time.monotonic() - submitted
+            try:
+                self._worker = self._worker or self._state.replace(is_session=True)
+                raw = self._worker.call(code, stdin)
+            except WorkerDied as error:
+                self._worker = _discard(self._worker)
+                return failure(error, waited, " The session's state is lost.")
+            except BaseException:
+                self._worker = _discard(self._worker)
+                raise
+        note = "" if raw.is_alive else "The session ended; its state is lost."
+        return to_result(raw, self._state.settings.limits, waited, note)
+
+    async def arun(self, code: str, stdin: str = "") -> ToolResult:
+        """Awaitable twin of `run`."""
+        return await asyncio.to_thread(self.run, code, stdin)
+
+    def close(self) -> None:
+        """End the session's process and whatever it started."""
+        self._is_closed = True
+        self._worker = _discard(self._worker)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def detect_level() -> str:
+    """The strongest isolation level that works here, found by trying. Raises: SandboxError."""
+    settings = TemplateSettings(AUTOMATIC_LEVELS, Limits(), ())
+    template = TemplateProcess(settings)
+    template.close()
+    return template.report["level"] or "L0"
+
+
+def _accept_level(report: dict, require_level: str | None, asked: str | None) -> str:
+    """The level reached, with a warning below L3. Raises: SandboxError if it is not enough."""
+    found = report["level"]
+    reasons = "; ".join(f"{name}: {why}" for name, why in report["refusals"].items())
+    if found is None:
+        raise SandboxError(
+            f"found no isolation level that works, expected {asked or 'L1 or stronger'}"
+            f" ({reasons}); pass level='L0' to run without isolation, in a machine to throw away"
+        )
+    if require_level and not at_least(found, check_level(require_level)):
+        raise SandboxError(
+            f"found isolation level {found}, expected {require_level} or stronger"
+            f" ({reasons or 'level asked for by name'}); run as root or allow user namespaces"
+            f" (a container needs unshare and mount), or lower require_level"
+        )
+    if not at_least(found, "L3"):
+        missing = ", ".join(LEVELS[found].does_not_stop)
+        text = f"sandbox level {found} ({LEVELS[found].summary}) does not stop: {missing}"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    return found
+
+
+def failure(reason: Exception, waited: float, note: str = "") -> ToolResult:
+    """The result of a call that the service could not run: nobody's error."""
+    text = f"sandbox failure: {reason}.{note}"
+    return ToolResult(ToolStatus.SERVICE_FAILURE, stderr=text, queue_seconds=waited)
+
+
+def to_result(raw: RawResult, limits: Limits, waited: float, note: str = "") -> ToolResult:
+    """Decode, cut to `output_chars`, and say in stderr how the call ended if it did not say so."""
+    status = ToolStatus[raw.status]
+    stdout, stderr = _clean(raw.stdout, True), _clean(raw.stderr, False)
+    is_cut = any(raw.is_cut) or max(len(stdout), len(stderr)) > limits.output_chars
+    explained = [_explain(raw, status, limits, stderr), note]
+    for text in filter(None, explained):
+        stderr += ("" if not stderr or stderr.endswith("\n") else "\n") + text + "\n"
+    return ToolResult(
+        status,
+        stdout[: limits.output_chars],
+        stderr[-limits.output_chars :],
+        raw.seconds,
+        waited,
+        is_cut,
+    )
+
+
+_PATHS = path_pattern()
+
+
+def _clean(content: bytes, is_head: bool) -> str:
+    """Text without the server's paths; a character cut at the edge of the buffer is dropped."""
+    if not is_head:
+        while content and 0x80 <= content[0] < 0xC0:
+            content = content[1:]
+    text = content.decode("utf-8", "replace")
+    if is_head and text.endswith("\ufffd"):
+        text = content.decode("utf-8", "ignore") if _ends_inside(content) else text
+    return _PATHS.sub("<python>", text)
+
+
+def _ends_inside(content: bytes) -> bool:
+    """True when the last bytes begin a character that does not end."""
+    tail = content[-4:]
+    start = max((i for i, byte in enumerate(tail) if byte >= 0xC0), default=None)
+    if start is None:
+        return False
+    width = 2 if tail[start] < 0xE0 else 3 if tail[start] < 0xF0 else 4
+    return len(tail) - start < width
+
+
+def _explain(raw: RawResult, status: ToolStatus, limits: Limits, stderr: str) -> str:
+    """One line for an end that left no message of its own. The same call gives the same text."""
+    if status is ToolStatus.TIMEOUT:
+        seconds = min(limits.cpu_seconds, limits.wall_seconds)
+        return f"Timeout: the program was stopped at its time limit of {seconds:g} seconds"
+    if status is ToolStatus.MEMORY and "MemoryError" not in stderr:
+        return f"MemoryError: the program needs more than {limits.memory_mb} MB"
+    if status is ToolStatus.OUTPUT_LIMIT:
+        most = OUTPUT_KILL_FACTOR * limits.output_chars
+        return f"Output limit: the program printed more than {most} characters"
+    if raw.signal is not None and status is ToolStatus.ERROR:
+        return f"The program was ended by signal {signal.Signals(raw.signal).name}"
+    if status is ToolStatus.ERROR and not stderr:
+        return f"The program ended with exit code {raw.code}"
+    return ""

@@ -1,0 +1,297 @@
+"""A slot: one warm worker process that runs one call at a time in a child forked ahead.
+
+The slot watches the child from outside: wall clock, processor clock, output. It kills by itself
+whatever the program does, and answers only when nothing of the call is left alive.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+from rstar2lab.sandbox import program, wire
+from rstar2lab.sandbox.capture import Capture
+from rstar2lab.sandbox.jail import NamespaceJail, ProcessJail
+from rstar2lab.sandbox.levels import OUTPUT_KILL_FACTOR, Limits
+
+_FIRST_CHECK_SECONDS = 0.02
+_CPU_COUNT = os.cpu_count() or 1
+
+
+@dataclass
+class Child:
+    """A forked child that waits for a program, or runs one."""
+
+    pid: int
+    pidfd: int
+    control: socket.socket
+    outputs: dict[int, Capture]
+    cpu_before: float = 0.0
+
+    def cpu_seconds(self) -> float:
+        """Processor time since the call began; 0 once the process is dead."""
+        try:  # the kernel's number for the processor clock of a whole process
+            return time.clock_gettime((~self.pid << 3) | 2) - self.cpu_before
+        except OSError:
+            return 0.0
+
+    def close(self) -> None:
+        """Close the slot's ends."""
+        os.close(self.pidfd)
+        self.control.close()
+        for descriptor in self.outputs:
+            os.close(descriptor)
+
+
+class Slot:
+    """The loop of one slot. `is_session`: the child lives on from call to call."""
+
+    def __init__(
+        self,
+        owner: socket.socket,
+        jail: NamespaceJail | ProcessJail,
+        limits: Limits,
+        errors: str,
+        is_session: bool,
+    ):
+        self.owner, self.jail, self.limits = owner, jail, limits
+        self.errors, self.is_session = errors, is_session
+        self.captures = [Capture(limits.output_chars, tail) for tail in (False, True)]
+        self.child: Child | None = None
+        self.ended_how = ""
+
+    def serve(self) -> None:
+        """Answer calls until the owner is gone."""
+        try:
+            while True:
+                self.child = self.child or self._fork_child()
+                _, descriptors = wire.receive(self.owner)
+                self._answer(descriptors)
+        except (wire.Disconnected, ConnectionError):
+            pass
+        finally:
+            if self.child:
+                self._end_child(self.child)
+            self.jail.close()
+
+    def _fork_child(self) -> Child:
+        control, child_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pipes = [os.pipe(), os.pipe()]
+        pid = os.fork()
+        if pid == 0:
+            _be_child(self, child_control, [writer for _, writer in pipes])
+        child_control.close()
+        for reader, writer in pipes:
+            os.close(writer)
+            os.set_blocking(reader, False)
+        outputs = {reader: capture for (reader, _), capture in zip(pipes, self.captures, strict=True)}
+        return Child(pid, os.pidfd_open(pid), control, outputs)
+
+    def _answer(self, descriptors: list[int]) -> None:
+        self._hand_over(descriptors)
+        kills_before = self.jail.count_memory_kills()
+        started = time.monotonic()
+        cause = self._watch(started)
+        seconds = time.monotonic() - started
+        if cause == "done":
+            header = self._session_header()
+        else:
+            header = self._end_child(self.child, cause, kills_before)
+            self.child = None
+        self._reply(header, seconds)
+        if self.child is None:
+            self.jail.reset_box()
+
+    def _hand_over(self, descriptors: list[int]) -> None:
+        """Give the program to the waiting child; a child that died idle is replaced once."""
+        try:
+            wire.send(self.child.control, {}, (), descriptors)
+        except OSError:
+            self._end_child(self.child)
+            self.child = self._fork_child()
+            wire.send(self.child.control, {}, (), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.child.cpu_before = 0.0
+        self.child.cpu_before = self.child.cpu_seconds()
+
+    def _watch(self, started: float) -> str:
+        """Wait for the end of the call. Returns why it ended: exit, done, timeout, output, owner."""
+        child, poller = self.child, select.poll()
+        for descriptor in (child.pidfd, self.owner.fileno(), *child.outputs):
+            poller.register(descriptor, select.POLLIN)
+        if self.is_session:
+            poller.register(child.control.fileno(), select.POLLIN)
+        while True:
+            left = self._seconds_left(started)
+            if left <= 0:
+                return "timeout"
+            events = [descriptor for descriptor, _ in poller.poll(left * 1000)]
+            for descriptor in child.outputs:
+                if descriptor in events and not self._read(descriptor):
+                    poller.unregister(descriptor)
+            if any(self._is_flooded(capture) for capture in self.captures):
+                return "output"
+            if self.owner.fileno() in events:
+                self._end_child(child)
+                raise wire.Disconnected("the owner left during a call")
+            if child.pidfd in events:
+                return "exit"
+            if self.is_session and child.control.fileno() in events and self._is_done():
+                return "done"
+
+    def _is_done(self) -> bool:
+        """True when the session's child says that its program ended; false when it is dying."""
+        try:
+            self.done, _ = wire.receive(self.child.control)
+            return True
+        except (wire.Disconnected, ValueError, OSError):
+            self.jail.kill_all(self.child.pid)
+            return False
+
+    def _seconds_left(self, started: float) -> float:
+        """Until the next look at the clocks; ≤ 0 when a limit is reached.
+
+        A program with threads may use several processors, so its clock may run faster than ours.
+        """
+        wall = self.limits.wall_seconds - (time.monotonic() - started)
+        cpu = self.limits.cpu_seconds - self.child.cpu_seconds()
+        if wall <= 0 or cpu <= 0:
+            return 0.0
+        return min(wall, max(cpu / _CPU_COUNT, _FIRST_CHECK_SECONDS)) + 0.0005
+
+    def _read(self, descriptor: int) -> bool:
+        try:
+            return self.child.outputs[descriptor].read(descriptor)
+        except BlockingIOError:
+            return True
+
+    def _is_flooded(self, capture: Capture) -> bool:
+        return capture.chars > OUTPUT_KILL_FACTOR * self.limits.output_chars
+
+    def _drain(self, child: Child) -> None:
+        """Read what the dead, or a session's child, left in the pipes."""
+        for descriptor, capture in child.outputs.items():
+            try:
+                while capture.read(descriptor) and not self._is_flooded(capture):
+                    pass
+            except BlockingIOError:
+                pass
+
+    def _session_header(self) -> dict:
+        self._drain(self.child)
+        code = self.done.get("code", 1)
+        if code == -program.MEMORY_SIGNAL:
+            return {"status": "MEMORY", "code": None, "signal": None, "alive": True}
+        return {"status": "ERROR" if code else "OK", "code": code, "signal": None, "alive": True}
+
+    def _end_child(self, child: Child, cause: str = "owner", kills_before: int = 0) -> dict:
+        """Kill and reap all that is left of the call. Returns the header of the reply."""
+        self.jail.kill_all(child.pid)
+        _, wait_status, usage = os.wait4(child.pid, 0)
+        _reap_orphans()
+        self._drain(child)
+        child.close()
+        code = os.waitstatus_to_exitcode(wait_status)
+        cpu = usage.ru_utime + usage.ru_stime - child.cpu_before
+        was_starved = self.jail.count_memory_kills() > kills_before
+        status = self._status(cause, code, cpu, was_starved)
+        is_signal = code < 0
+        return {
+            "status": status,
+            "code": None if is_signal else code,
+            "signal": -code if is_signal else None,
+            "alive": False,
+        }
+
+    def _status(self, cause: str, code: int, cpu: float, was_starved: bool) -> str:
+        if cause == "timeout":
+            return "TIMEOUT"
+        if cause == "output" or any(self._is_flooded(capture) for capture in self.captures):
+            return "OUTPUT_LIMIT"
+        if code == -program.MEMORY_SIGNAL or (was_starved and code == -signal.SIGKILL):
+            return "MEMORY"
+        if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.limits.cpu_seconds:
+            return "TIMEOUT"
+        return "ERROR" if code else "OK"
+
+    def _reply(self, header: dict, seconds: float) -> None:
+        views = [capture.view() for capture in self.captures]
+        header |= {
+            "seconds": seconds,
+            "sizes": [len(view) for view in views],
+            "cut": [capture.is_cut for capture in self.captures],
+        }
+        wire.send(self.owner, header, views)
+        for view in views:
+            view.release()
+        for capture in self.captures:
+            capture.clear()
+
+
+def _reap_orphans() -> None:
+    """Wait for every remaining child: all of them have been killed."""
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        pass
+
+
+def _be_child(slot: Slot, control: socket.socket, writers: list[int]) -> None:
+    """In the forked child: confine, wait for a program, run it. Never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        control = _keep_only(control, writers)
+        slot.jail.confine(has_cpu_limit=not slot.is_session)
+        run = _run_session if slot.is_session else _run_once
+        code = run(control, slot.errors)
+    except wire.Disconnected:
+        pass
+    except BaseException as error:
+        sys.stderr.write(f"sandbox: {type(error).__name__}: {error}\n")
+    finally:
+        program.finish(code)
+
+
+def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:
+    """Put the pipes on descriptors 1 and 2, the control socket on 3, and close all others."""
+    spare = os.dup(control.detach())
+    os.dup2(writers[0], 1)
+    os.dup2(writers[1], 2)
+    if spare != 3:
+        os.dup2(spare, 3)
+    os.set_inheritable(3, False)
+    os.closerange(4, 1 << 20)
+    return socket.socket(fileno=3)
+
+
+def _receive_program(control: socket.socket) -> bytes:
+    """Wait for the program; its standard input becomes descriptor 0."""
+    _, descriptors = wire.receive(control)
+    source = wire.load(descriptors[0])
+    program.open_streams(descriptors[1] if len(descriptors) > 1 else None)
+    return source
+
+
+def _run_once(control: socket.socket, errors: str) -> int:
+    program.reseed()
+    source = _receive_program(control)
+    control.close()
+    program.install_exit()
+    return program.Runner(errors).run(source)
+
+
+def _run_session(control: socket.socket, errors: str) -> int:
+    program.reseed()
+    program.install_exit()
+    runner, count = program.Runner(errors), 0
+    while True:
+        source, count = _receive_program(control), count + 1
+        code = runner.run(source, f"<cell {count}>")
+        wire.send(control, {"code": code})

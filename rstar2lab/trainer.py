@@ -1,0 +1,352 @@
+"""One training run: sample → verify → select → update → sync → log → save.
+
+Every random number depends on (seed, step, purpose) alone, so a run that was killed and resumed from
+its last checkpoint writes the same metrics as one that was left alone, but for the `seconds_*` keys.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from . import config as cfg
+from . import evaluate, grpo, protocol, roc, runs, sft
+from . import rollout as rollouts
+from .engines.torch_engine import TorchEngine
+from .learner import LocalLearner, Sample, UpdateStats
+from .nano import model, tasks
+from .nano.tokenizer import FileTokenizer
+from .sandbox import Limits, Sandbox
+from .types import Group, Problem, StopReason, Trajectory
+
+Report = Callable[[dict], None]
+_PURPOSES = {"prompts": 1, "selection": 2, "minibatches": 3}
+_MAX_PARITY = 1e-3  # nats between engine and learner; more means a mask, shift or temperature is off
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One group after selection: what was kept, with penalties of all N (Eq 4–5)."""
+
+    group: Group
+    penalties_N: np.ndarray
+    kept: np.ndarray  # indices into the group
+    status: str  # "trained", "rejected" (equal rewards), or "too_small" (void rollouts)
+    samples: tuple[Sample, ...]
+
+
+def select(group: Group, settings: cfg.Selection, ddof: int, rng: np.random.Generator) -> Selected:
+    """Reject, select, and normalize: the method between rollout and loss (§2.2, Eq 7).
+
+    Void trajectories take no part. A group of equal rewards teaches nothing and is rejected before
+    the selection, without refill.
+    """
+    scored = [i for i, t in enumerate(group.trajectories) if t.stop is not StopReason.VOID]
+    penalties_N = np.full(len(group.trajectories), np.nan)
+    for i in scored:
+        penalties_N[i] = roc.penalties(group.trajectories[i], settings.penalty)
+    rewards_N = np.asarray([group.trajectories[i].reward for i in scored])
+    nothing = np.zeros(0, np.int64)
+    if len(scored) < settings.keep:
+        return Selected(group, penalties_N, nothing, "too_small", ())
+    if roc.is_rejected(rewards_N):
+        return Selected(group, penalties_N, nothing, "rejected", ())
+    lengths_N = np.asarray([len(group.trajectories[i].response_ids) for i in scored])
+    chosen = roc.SELECTORS[settings.selector](
+        rewards_N, penalties_N[scored], settings.keep, rng, lengths_N
+    )
+    kept = np.asarray(scored)[chosen]
+    advantages_G = grpo.group_advantages(rewards_N[chosen], ddof=ddof)
+    samples = tuple(
+        Sample(group.trajectories[i], float(a)) for i, a in zip(kept, advantages_G, strict=True)
+    )
+    return Selected(group, penalties_N, kept, "trained", samples)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
+    """Rates over the given trajectories, void ones left out (they are counted as `voided`)."""
+    scored = [t for t in trajectories if t.stop is not StopReason.VOID]
+    correct = [t for t in scored if t.is_correct]
+
+    def error_rate(some: Sequence[Trajectory]) -> float | None:
+        calls = sum(t.num_calls for t in some)
+        return sum(t.num_tool_errors for t in some) / calls if calls else None
+
+    def mean(values) -> float | None:
+        values = list(values)
+        return float(np.mean(values)) if values else None
+
+    tokens = np.concatenate([t.entropies[t.loss_mask] for t in scored]) if scored else np.zeros(0)
+    found = {
+        "train_accuracy": mean(t.is_correct for t in scored),
+        "tool_error_rate": error_rate(scored),
+        "tool_error_rate_when_correct": error_rate(correct),
+        "mean_response_tokens": mean(len(t.response_ids) for t in scored),
+        "mean_response_tokens_when_correct": mean(len(t.response_ids) for t in correct),
+        "truncated_rate": mean(t.is_truncated for t in scored),
+        "calls_per_trajectory": mean(t.num_calls for t in scored),
+        "calls_not_executed": sum(
+            result is None for t in scored for turn in t.turns for _, result in turn.more_calls
+        ),
+        "entropy": mean(tokens),
+    }
+    return {prefix + key: value for key, value in found.items()}
+
+
+def selection_metrics(selected: Sequence[Selected]) -> dict[str, float]:
+    """Where every sampled trajectory went: sampled = kept + dropped, by reason."""
+    sizes = {status: 0 for status in ("trained", "rejected", "too_small")}
+    groups = dict(sizes)
+    for s in selected:
+        groups[s.status] += 1
+        sizes[s.status] += len(s.group.trajectories)
+    kept = sum(len(s.samples) for s in selected)
+    voided = sum(t.stop is StopReason.VOID for s in selected for t in s.group.trajectories)
+    voided_trained = sum(
+        t.stop is StopReason.VOID for s in selected if s.status == "trained"
+        for t in s.group.trajectories
+    )
+    return {
+        "groups_trained": groups["trained"], "groups_rejected": groups["rejected"],
+        "groups_too_small": groups["too_small"], "voided": voided,
+        "trajectories_sampled": sum(sizes.values()), "trajectories_kept": kept,
+        "trajectories_not_selected": sizes["trained"] - voided_trained - kept,
+    }
+
+
+class Trainer:
+    """Owns the actors of one run. `report` receives every metric row; `tick` every finished rollout."""
+
+    def __init__(self, config: cfg.Config, folder: str | Path, *, arm: str, model_path: Path,
+                 command: str | None = None, report: Report | None = None,
+                 tick: Callable[[str, int, int], None] | None = None):
+        self.config, self.arm = config, arm
+        self.folder = runs.RunFolder(folder)
+        self._model_path, self._command = Path(model_path), command or runs.command_line()
+        self._report = report or (lambda row: None)
+        self._tick = tick or (lambda part, done, total: None)
+
+    def run(self, *, resume: bool = False) -> None:
+        """Train to the last step, from the newest checkpoint if `resume`.
+
+        Raises:
+            runs.RunError: the folder is in use, or holds another run.
+            TrainingError: too many void trajectories, or engine and learner disagree.
+        """
+        if resume and self.folder.is_done:
+            return
+        self.folder.open(
+            cfg.to_json(self.config), command=self._command, scale=self.config.run.scale, resume=resume
+        )
+        try:
+            self._prepare()
+            self._loop()
+        finally:
+            self._release()
+
+    def _prepare(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)  # steps are small: a second thread costs more than it gives
+        config, limits = self.config, self.config.sandbox
+        net = model.load(self._model_path)
+        self._learner = LocalLearner(net, config.optimizer, config.loss, config.rollout.temperature)
+        self._step = 0
+        if state := self.folder.load_checkpoint():
+            self._learner.load_state_dict(state)
+            self._step = state["step"]
+        self.folder.keep_rows_up_to(self._step)
+        self._sandbox = Sandbox(
+            workers=limits.workers, require_level=limits.require_level, limits=Limits(
+                cpu_seconds=limits.cpu_seconds, wall_seconds=limits.wall_seconds,
+                memory_mb=limits.memory_mb, output_chars=limits.output_chars,
+            ),
+        ) if config.chat.tools else None
+        engine = TorchEngine(
+            net.config, net.state_dict(), kv_tokens=config.engine.kv_tokens,
+            max_tokens=config.model.max_tokens, tool_steps=config.engine.tool_steps,
+        )
+        self._actors = rollouts.Actors(
+            engine, self._sandbox, FileTokenizer(self._model_path / "tokenizer.json"),
+            protocol.chat_format(
+                config.chat.style, tools=config.chat.tools, response_chars=config.chat.response_chars
+            ),
+        )
+        self._train = tasks.problems(config.problems.train, seed=config.problems.seed, held_out=False)
+        self._held_out = tasks.problems(
+            config.problems.held_out, seed=config.problems.seed, held_out=True
+        )
+
+    def _release(self) -> None:
+        if getattr(self, "_sandbox", None) is not None:
+            self._sandbox.close()
+        if hasattr(self, "_actors"):
+            self._actors.engine.close()
+        self.folder.close()
+
+    def _loop(self) -> None:
+        every = self.config.records.checkpoint_every
+        if self._step == 0 and not self.folder.rows():
+            self._log({"step": 0, "stage": 1} | self._evaluate(0))
+        while self._step < self.config.run.steps:
+            self._step += 1
+            row = self._train_step(self._step)
+            last = self._step == self.config.run.steps
+            if last or self._step % self.config.evaluation.every == 0:
+                row |= self._evaluate(self._step)
+            self._log(row)
+            if last or self._step % every == 0:
+                self.folder.save_checkpoint(self._step, self._learner.state_dict())
+        self.folder.merge_parts()
+        self.folder.mark_done({"steps": self.config.run.steps, "arm": self.arm})
+
+    def _log(self, row: dict) -> None:
+        row = {key: _plain(value) for key, value in row.items()}
+        self.folder.append_row(row)
+        self._report(row)
+
+    def _rng(self, purpose: str, step: int) -> np.random.Generator:
+        return np.random.default_rng([self.config.run.seed, step, _PURPOSES[purpose]])
+
+    def _settings(self, key: str, temperature: float) -> rollouts.RolloutSettings:
+        chat, rollout = self.config.chat, self.config.rollout
+        return rollouts.RolloutSettings(
+            max_turns=chat.max_turns, max_calls_per_turn=chat.max_calls_per_turn,
+            max_response_tokens=rollout.max_response_tokens, temperature=temperature,
+            top_p=rollout.top_p, seed_key=f"{self.config.run.seed}/{key}",
+        )
+
+    def _prompts(self, step: int) -> list[Problem]:
+        """The step's problems: epochs of one permutation each, without repetition inside an epoch."""
+        count = self.config.rollout.prompts_per_step
+        per_epoch = len(self._train) // count
+        epoch, place = divmod(step - 1, per_epoch)
+        order = self._rng("prompts", epoch).permutation(len(self._train))
+        return [self._train[i] for i in order[place * count : (place + 1) * count]]
+
+    def _counted(self, part: str, total: int) -> Callable[[Trajectory], None]:
+        done = 0
+
+        def on_done(_: Trajectory) -> None:
+            nonlocal done
+            done += 1
+            self._tick(part, done, total)
+
+        return on_done
+
+    def _train_step(self, step: int) -> dict:
+        config, started = self.config, time.monotonic()
+        problems, n = self._prompts(step), config.rollout.samples_per_prompt
+        groups = asyncio.run(rollouts.rollout_groups(
+            problems, n, self._actors, self._settings(f"train/{step}", config.rollout.temperature),
+            self._counted("rollout", len(problems) * n),
+        ))
+        sampled = time.monotonic()
+        trajectories = [t for group in groups for t in group.trajectories]
+        self._check_voids(trajectories)
+        rng = self._rng("selection", step)
+        selected = [select(group, config.selection, config.loss.ddof, rng) for group in groups]
+        samples = [sample for s in selected for sample in s.samples]
+        update = self._update(samples, step)
+        learned = time.monotonic()
+        self._record(step, selected)
+        results = [result for t in trajectories for _, result in t.outcomes]
+        return (
+            {"step": step, "stage": 1} | rollout_metrics(trajectories)
+            | rollout_metrics([s.trajectory for s in samples], "kept_") | selection_metrics(selected)
+            | update | {
+                "seconds_rollout": sampled - started,
+                "seconds_tools": sum(r.seconds + r.queue_seconds for r in results),
+                "seconds_learner": learned - sampled,
+            }
+        )
+
+    def _check_voids(self, trajectories: Sequence[Trajectory]) -> None:
+        void = [t for t in trajectories if t.stop is StopReason.VOID]
+        limit = self.config.selection.max_void_fraction
+        if len(void) > limit * len(trajectories):
+            causes = {r.stderr for t in void for _, r in t.outcomes if r.stderr} | {
+                t.reason for t in void if t.reason
+            }
+            raise TrainingError(
+                f"{len(void)} of {len(trajectories)} trajectories are void (limit {limit:.1%}): the "
+                f"code environment or the verifier failed; first causes: {sorted(causes)[:3]}"
+            )
+
+    def _update(self, samples: list[Sample], step: int) -> dict:
+        """Train on the kept samples and send the weights to the engine; nothing to train is no update."""
+        if not samples:
+            return {"trained_tokens": 0, "updates": 0}
+        stats: UpdateStats = self._learner.update(samples, self._rng("minibatches", step))
+        if stats.parity > _MAX_PARITY:
+            raise TrainingError(
+                f"step {step}: engine and learner log-probs differ by {stats.parity:.2e} nats "
+                f"(limit {_MAX_PARITY}); the two no longer run the same model"
+            )
+        asyncio.run(
+            self._actors.engine.update_weights(step, self._learner.model.state_dict())
+        )
+        return {
+            "loss": stats.loss, "clip_fraction": stats.clip_fraction, "ratio_mean": stats.ratio_mean,
+            "ratio_max": stats.ratio_max, "gradient_norm": stats.gradient_norm,
+            "engine_learner_gap": stats.parity, "updates": stats.updates,
+            "trained_tokens": stats.trained_tokens,
+        }
+
+    def _evaluate(self, step: int) -> dict:
+        settings, started = self.config.evaluation, time.monotonic()
+        rows = evaluate.evaluate(
+            self._held_out, settings.samples, self._actors,
+            self._settings("evaluation", settings.temperature), step=step,
+            on_done=self._counted("evaluation", len(self._held_out) * settings.samples),
+        )
+        self.folder.write_part("eval", step, rows)
+        return evaluate.summarize(rows) | {"seconds_evaluation": time.monotonic() - started}
+
+    def _record(self, step: int, selected: Sequence[Selected]) -> None:
+        records = self.config.records
+        if step not in (1, self.config.run.steps) and step % records.trajectories_every:
+            return
+        rows = [
+            runs.trajectory_row(
+                t, question=s.group.problem.question, answer=s.group.problem.answer, step=step,
+                arm=self.arm, penalty=float(s.penalties_N[i]), kept=bool(i in s.kept),
+            )
+            for s in selected[: records.trajectory_groups] for i, t in enumerate(s.group.trajectories)
+        ]
+        if rows:
+            self.folder.write_part("trajectories", step, pd.DataFrame(rows))
+
+
+def _plain(value):
+    """JSON has no NaN: a rate without a denominator is null."""
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def train_arm(config: cfg.Config, folder: str | Path, *, arm: str, cold_start_dir: str | Path,
+              resume: bool = False, report: Report | None = None,
+              tick: Callable[[str, int, int], None] | None = None,
+              cold_start_report: Report | None = None) -> Path:
+    """Cold start (cached) and train: what the sweep's notebook and `rstar2lab train` call."""
+    path = config.model.source
+    if path == "cold_start":
+        path = make_cold_start(config, cold_start_dir, cold_start_report)
+    trainer = Trainer(config, folder, arm=arm, model_path=Path(path), report=report, tick=tick)
+    trainer.run(resume=resume)
+    return trainer.folder.path
+
+
+def make_cold_start(config: cfg.Config, out: str | Path, report: Report | None = None) -> Path:
+    """The cold-started checkpoint of a configuration, trained if it isn't there yet."""
+    with Sandbox(workers=config.sandbox.workers, require_level=config.sandbox.require_level) as sandbox:
+        return sft.cold_start(config, out, sandbox.run_many, progress=report)
