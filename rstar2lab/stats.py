@@ -7,9 +7,13 @@ in, a frozen `Interval` out. No tables and no plots.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:  # pandas takes half a second to load; only the two table functions need it
+    import pandas as pd
 
 _BLOCK_DRAWS = 2_000_000  # indices drawn at once; bounds memory at about 32 MB
 
@@ -127,6 +131,68 @@ def t_interval(values: np.ndarray, level: float = 0.95) -> Interval:
         return Interval(mean, math.nan, math.nan, 1)
     half = float(stdtrit(n - 1, (1 + level) / 2) * values.std(ddof=1) / math.sqrt(n))
     return Interval(mean, mean - half, mean + half, n)
+
+
+def seed_curve(df: "pd.DataFrame", metric: str, level: float = 0.95) -> "pd.DataFrame":
+    """Mean and Student-t interval over seeds for every arm and step: arm step mean low high n.
+
+    df: one row per arm, run_seed and step (`runs.metrics_frame`). Rows without a value (a step not
+    evaluated, a rate without a denominator) are left out; `n` counts the seeds that have one.
+
+    Raises: ValueError if a column is missing, or one seed has two values for a step.
+    """
+    import pandas as pd
+
+    found = _seed_values(df, metric)
+    rows = [
+        {"arm": arm, "step": step} | asdict(t_interval(part[metric].to_numpy(float), level))
+        for (arm, step), part in found.groupby(["arm", "step"])
+    ]
+    return pd.DataFrame(rows, columns=["arm", "step", "mean", "low", "high", "n"])
+
+
+def seed_table(
+    df: "pd.DataFrame", metrics: Sequence[str], level: float = 0.95
+) -> "pd.DataFrame":
+    """Last value of every run, with the Student-t interval over the seeds of its arm beside it.
+
+    Columns metric, arm, run_seed, step, value, mean, low, high, n; one row per metric and run. An
+    arm whose runs have no value for a metric has no row there.
+
+    Raises: ValueError as `seed_curve`.
+    """
+    import pandas as pd
+
+    rows = []
+    for metric in metrics:
+        found = _seed_values(df, metric)
+        last = found.loc[found.groupby(["arm", "run_seed"]).step.idxmax()]
+        for arm, part in last.groupby("arm"):
+            interval = asdict(t_interval(part[metric].to_numpy(float), level))
+            rows += [
+                {"metric": metric, "arm": arm, "run_seed": seed, "step": step, "value": value}
+                | interval
+                for seed, step, value in zip(part.run_seed, part.step, part[metric], strict=True)
+            ]
+    columns = ["metric", "arm", "run_seed", "step", "value", "mean", "low", "high", "n"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _seed_values(df: "pd.DataFrame", metric: str) -> "pd.DataFrame":
+    """The rows that have a value of `metric`, each seed at most one per arm and step."""
+    columns = ["arm", "run_seed", "step", metric]
+    missing = [name for name in columns if name not in df.columns]
+    if missing:
+        raise ValueError(f"expected columns {columns}, missing {missing}; is the folder empty?")
+    found = df[columns].dropna(subset=[metric]).reset_index(drop=True)
+    twice = found[found.duplicated(columns[:3])]
+    if len(twice):
+        arm, seed, step = twice.iloc[0][columns[:3]]
+        raise ValueError(
+            f"arm {arm}, seed {seed} has two values of {metric} at step {step}; "
+            "read one sweep at a time"
+        )
+    return found
 
 
 def _checked(values: np.ndarray, level: float) -> np.ndarray:

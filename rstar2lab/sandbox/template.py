@@ -138,9 +138,7 @@ class Template:
     def _try(self, plan: Plan) -> None:
         ours, theirs = socket.socketpair()
         with ours:
-            record = self._fork_slot(plan, theirs, is_session=False)
-            self.records[record.pidfd] = record
-        self._bury(self.records.pop(record.pidfd))
+            self._bury(self._fork_slot(plan, theirs, is_session=False))
 
     def _start(self, request: dict, descriptors: list[int]) -> dict:
         """Fork a slot for the owner's socket. Returns its pid or the reason of the failure."""
@@ -185,16 +183,13 @@ class Template:
         return Record(pid, os.pidfd_open(pid), report)
 
     def _bury(self, record: Record) -> None:
+        """Make sure that a slot is dead, and remove what it left."""
+        signal.pidfd_send_signal(record.pidfd, signal.SIGKILL)
         os.close(record.pidfd)
         _reap(record.pid)
         remove_leftovers(record.leftovers)
 
     def _end_slots(self) -> None:
-        for record in self.records.values():
-            try:
-                os.kill(record.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         for record in self.records.values():
             self._bury(record)
 

@@ -1,0 +1,122 @@
+"""The ablation's results (§5.3, Fig 9 and 4): run folders → one table, and the claims with intervals.
+
+The unit is the seed: every interval is Student's t over RL seeds, at 95 %. Evaluation is on held-out
+problems, so a selection that only flatters its own training set shows nothing here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from . import runs, stats
+
+ARMS = ("dapo_no_tool", "grpo_tool", "grpo_tool_2g_uniform", "grpo_roc")
+MEASURES = {
+    "eval_accuracy": "accuracy",
+    "eval_tool_error_rate_when_correct": "failed calls in correct",
+    "eval_mean_response_tokens_when_correct": "tokens in correct",
+    "eval_calls_per_trajectory": "calls per trajectory",
+    "eval_truncated_rate": "truncated",
+}
+
+
+def final_rows(path: str | Path) -> pd.DataFrame:
+    """The last evaluation of every finished run below `path`: one row per arm and seed.
+
+    Raises:
+        runs.RunError: there is no finished run.
+    """
+    frame = runs.metrics_frame(path)
+    if len(frame):
+        done = [
+            (runs.RunFolder(Path(path) / f"{arm}-s{seed}")).is_done
+            for arm, seed in zip(frame.arm, frame.run_seed, strict=True)
+        ]
+        frame = frame[np.asarray(done)]
+    if not len(frame):
+        raise runs.RunError(f"no finished run below {path}; make some with `rstar2lab reproduce`")
+    evaluated = frame[frame.eval_accuracy.notna()]
+    return evaluated.loc[evaluated.groupby(["arm", "run_seed"]).step.idxmax()].reset_index(drop=True)
+
+
+def table(final: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm and measure: mean and 95 % interval over seeds, n seeds."""
+    rows = []
+    for arm in [a for a in ARMS if a in set(final.arm)]:
+        for column, name in MEASURES.items():
+            values = final[final.arm == arm][column].dropna().to_numpy(float)
+            if len(values):
+                found = stats.t_interval(values)
+                rows.append({"arm": arm, "measure": name, "mean": found.mean, "low": found.low,
+                             "high": found.high, "n": found.n})
+    return pd.DataFrame(rows)
+
+
+def paired(final: pd.DataFrame, column: str, first: str, second: str) -> stats.Interval | None:
+    """first − second over the seeds that both arms have, None without such a seed."""
+    wide = final.pivot(index="run_seed", columns="arm", values=column)
+    if first not in wide or second not in wide:
+        return None
+    differences = (wide[first] - wide[second]).dropna().to_numpy(float)
+    return stats.t_interval(differences) if len(differences) else None
+
+
+def claims(final: pd.DataFrame) -> pd.DataFrame:
+    """The paper's findings as differences with intervals, and whether they hold here.
+
+    (a) a tool is worth ≥ 40 points of accuracy; (b) RoC at least halves the failed calls in correct
+    trajectories, against GRPO and against the 2G control; (c) without losing more than 5 points of
+    accuracy, and without longer correct responses. With one seed there is no interval: "one seed".
+    """
+    rows = []
+
+    def add(claim: str, column: str, first: str, second: str, holds) -> None:
+        found = paired(final, column, first, second)
+        if found is not None:
+            verdict = ("yes" if holds(found) else "no") if found.n > 1 else "one seed"
+            rows.append({"claim": claim, "difference": found.mean, "low": found.low,
+                         "high": found.high, "n": found.n, "holds": verdict})
+
+    error, tokens = "eval_tool_error_rate_when_correct", "eval_mean_response_tokens_when_correct"
+    for arm in ARMS[1:]:
+        add(f"(a) {arm} − dapo_no_tool: accuracy ≥ +0.40", "eval_accuracy", arm, "dapo_no_tool",
+            lambda i: i.low >= 0.40)
+    for other in ("grpo_tool", "grpo_tool_2g_uniform"):
+        add(f"(b) grpo_roc − {other}: failed calls in correct < 0", error, "grpo_roc", other,
+            lambda i: i.high < 0)
+    add("(c) grpo_roc − grpo_tool: accuracy ≥ −0.05", "eval_accuracy", "grpo_roc", "grpo_tool",
+        lambda i: i.low >= -0.05)
+    add("(c) grpo_roc − grpo_tool: tokens in correct ≤ 0", tokens, "grpo_roc", "grpo_tool",
+        lambda i: i.high <= 0)
+    ratio = _error_ratio(final, error)
+    if ratio is not None:
+        verdict = ("yes" if ratio.high <= 0.5 else "no") if ratio.n > 1 else "one seed"
+        rows.append({"claim": "(b) grpo_roc ÷ grpo_tool: failed calls in correct ≤ 0.5",
+                     "difference": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n,
+                     "holds": verdict})
+    return pd.DataFrame(rows)
+
+
+def _error_ratio(final: pd.DataFrame, column: str) -> stats.Interval | None:
+    wide = final.pivot(index="run_seed", columns="arm", values=column)
+    if "grpo_roc" not in wide or "grpo_tool" not in wide:
+        return None
+    ratios = (wide["grpo_roc"] / wide["grpo_tool"]).replace(np.inf, np.nan).dropna().to_numpy(float)
+    return stats.t_interval(ratios) if len(ratios) else None
+
+
+def format_table(found: pd.DataFrame) -> str:
+    """The table as text, one line per arm: `mean [low, high]`."""
+    def cell(row) -> str:
+        digits = 1 if row.measure.startswith("tokens") else 3
+        if np.isnan(row.low):
+            return f"{row['mean']:.{digits}f}"
+        return f"{row['mean']:.{digits}f} [{row.low:.{digits}f}, {row.high:.{digits}f}]"
+
+    cells = found.assign(cell=found.apply(cell, axis=1)) if len(found) else found
+    wide = cells.pivot(index="arm", columns="measure", values="cell").reindex(
+        index=[a for a in ARMS if a in set(found.arm)],
+        columns=[m for m in MEASURES.values() if m in set(found.measure)],
+    ).fillna("–")
+    return wide.to_string()

@@ -1,0 +1,308 @@
+"""One function per figure: tidy data and axes in, axes out.
+
+The last of three stages: load (`runs`) → statistics (`stats`) → draw. Nothing here reads a run
+folder, computes a statistic or shows a window. Each arm has one color and one line style in every
+figure; the paper's numbers are dashed lines or hollow markers labelled "paper", and never stand in
+one column with ours. Importing changes no settings: every function draws inside `style()`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+ARM_LABELS = {
+    "dapo_no_tool": "DAPO, no tool",
+    "grpo_tool": "GRPO with tool",
+    "grpo_tool_2g_uniform": "GRPO with tool, 2G uniform",
+    "grpo_roc": "GRPO-RoC",
+}
+ARM_COLORS = {
+    "dapo_no_tool": "#7f7f7f",
+    "grpo_tool": "#0173b2",
+    "grpo_tool_2g_uniform": "#56b4e9",
+    "grpo_roc": "#de8f05",
+}
+ARM_LINES = {
+    "dapo_no_tool": ":",
+    "grpo_tool": "--",
+    "grpo_tool_2g_uniform": "-.",
+    "grpo_roc": "-",
+}
+SELECTOR_LABELS = {
+    "roc_paper": "RoC, paper",
+    "roc_paper_soft": "RoC, paper, softening 0.5",
+    "roc_release": "RoC, release",
+    "uniform": "uniform",
+    "gfpo_length": "GFPO, shortest",
+    "gfpo_efficiency": "GFPO, reward per token",
+    "all": "all",
+}
+SELECTOR_COLORS = {
+    "roc_paper": ARM_COLORS["grpo_roc"],
+    "roc_paper_soft": "#ca9161",
+    "roc_release": "#d55e00",
+    "uniform": ARM_COLORS["grpo_tool_2g_uniform"],
+    "gfpo_length": "#029e73",
+    "gfpo_efficiency": "#cc78bc",
+    "all": ARM_COLORS["grpo_tool"],
+}
+_OTHER_COLORS = ("#029e73", "#cc78bc", "#ca9161", "#d55e00", "#ece133")
+_OTHER_LINES = ((0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+
+METRIC_LABELS = {
+    "eval_accuracy": "held-out accuracy (%)",
+    "eval_tool_error_rate_when_correct": "failed calls in correct\ntrajectories (%)",
+    "eval_mean_response_tokens": "response length (tokens)",
+    "tool_error_ratio": "failed calls in\nkept successes (%)",
+    "penalty": "penalty of kept\nsuccesses, mean",
+    "success_share": "successes\namong the kept (%)",
+    "token_share": "share of the group's\ntokens trained on (%)",
+}
+PAPER_ERROR_PLATEAU = 0.10  # Fig 4a, naive GRPO on Qwen3-14B-Base, read from the figure
+_PAPER_COLOR = "#333333"
+_ROUND = (1, 2, 5, 10)  # tick steps
+
+_HOUSE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 110,
+    "figure.constrained_layout.use": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "svg.hashsalt": "rstar2lab",  # element ids, and so the file, are the same on every run
+}
+
+
+@contextmanager
+def style(**settings: object) -> Iterator[None]:
+    """The one style of all figures, `settings` on top; rcParams come back as they were."""
+    import seaborn
+
+    base = seaborn.axes_style("ticks") | seaborn.plotting_context("paper")
+    with mpl.rc_context(base | _HOUSE | settings):
+        yield
+
+
+@style()
+def curve(df: pd.DataFrame, ax: Axes | None = None, *, metric_label: str, **named) -> Axes:
+    """One line per arm over training steps, with its interval as a band.
+
+    df: columns arm, step, mean, low, high, n (`stats.seed_curve`). n is in the legend. A single
+    seed has no band. `named` goes to every line, e.g. `linewidth=2`.
+    """
+    ax = _axes(ax)
+    for arm, rows in _by_arm(df):
+        color, line = _look(arm, df.arm)
+        look = {"color": color, "linestyle": line, "label": f"{_label(arm)} ({_count(rows.n)})"}
+        ax.plot(rows.step, rows["mean"], **(look | named))
+        ax.fill_between(rows.step, rows.low, rows.high, color=color, alpha=0.18, linewidth=0)
+    ax.set(xlabel="training step", ylabel=metric_label)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=_ROUND))
+    ax.margins(x=0.01)
+    ax.legend(fontsize="small")
+    return ax
+
+
+@style()
+def tool_errors_when_correct(
+    df: pd.DataFrame, ax: Axes | None = None, *, paper: bool = True, **named
+) -> Axes:
+    """Failed calls within correct trajectories against the step (as Fig 4), in percent.
+
+    df: as `curve`, shares in [0, 1]. `paper` adds the plateau of naive GRPO that Fig 4a shows for
+    the 14B model, as a dashed line: another model, other tasks, read from the figure.
+    """
+    label = "failed calls in correct trajectories (%)"
+    ax = curve(df, _axes(ax), metric_label=label, **named)
+    top = float(np.nanmax(df[["mean", "high"]].to_numpy(float), initial=0.0))
+    if paper:
+        ax.axhline(
+            PAPER_ERROR_PLATEAU, color=_PAPER_COLOR, linestyle=(0, (6, 4)), linewidth=0.9,
+            label=f"paper, 14B: GRPO plateau ≈ {PAPER_ERROR_PLATEAU:.0%} (Fig 4a)", zorder=1,
+        )
+        ax.legend(fontsize="small")
+        top = max(top, PAPER_ERROR_PLATEAU)
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_ROUND))
+    ax.yaxis.set_major_formatter(_percent())
+    ax.set_ylim(0, 1.05 * top)
+    return ax
+
+
+@style()
+def ablation(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """End of training, one panel per metric: mean and interval of each arm, seeds as small dots.
+
+    df: columns metric, arm, run_seed, value, mean, low, high, n (`stats.seed_table`); panels follow
+    the order of the metrics. An arm without a value (no tool, hence no failed calls) gets a dash.
+    """
+    metrics, arms = list(dict.fromkeys(df.metric)), [arm for arm, _ in _by_arm(df)]
+    axes = _panels(axes, metrics, [f"{_label(arm)}\n{_count(df[df.arm == arm].n)}" for arm in arms])
+    for ax, metric in zip(axes, metrics, strict=True):
+        for place, arm in enumerate(arms):
+            rows = df[(df.metric == metric) & (df.arm == arm)]
+            color, _ = _look(arm, df.arm)
+            if len(rows):
+                _interval(ax, place, rows.iloc[0], color)
+                _dots(ax, place + 0.3, rows.value, color)
+            else:
+                ax.text(0.03, place, "–", transform=ax.get_yaxis_transform(), va="center")
+        ax.set_xlim(left=0)
+    return axes
+
+
+@style()
+def keep_rates(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
+    """How often a success is kept, against its penalty, one line per selector.
+
+    df: columns selector, penalty, rate, low, high (shares of draws); `expected`, if there, is drawn
+    as a cross: the value the draw's definition gives. `named` goes to every line.
+    """
+    ax = _axes(ax)
+    for place, selector in enumerate(dict.fromkeys(df.selector)):
+        rows = df[df.selector == selector].sort_values("penalty")
+        color = _selector_color(selector, place)
+        look = {
+            "color": color, "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4.5,
+            "label": SELECTOR_LABELS.get(selector, selector),
+        }
+        ax.plot(rows.penalty, rows.rate, **(look | named))
+        ax.fill_between(rows.penalty, rows.low, rows.high, color=color, alpha=0.2, linewidth=0)
+        if "expected" in rows and rows.expected.notna().any():
+            ax.plot(rows.penalty, rows.expected, "x", color="black", markersize=5, zorder=4)
+    if "expected" in df and df.expected.notna().any():
+        ax.plot([], [], "x", color="black", markersize=5, label="exact, by enumeration")
+    ax.set(xlabel="penalty p_err + p_format of the success", ylabel="kept (% of draws)")
+    ax.set_ylim(-0.03, 1.05)
+    ax.yaxis.set_major_formatter(_percent())
+    ax.legend(fontsize="small")
+    return ax
+
+
+@style()
+def selectors(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Selectors side by side on the same groups: one panel per metric, mean and interval.
+
+    df: columns metric, selector, mean, low, high, n, with n the number of groups.
+    """
+    metrics, names = list(dict.fromkeys(df.metric)), list(dict.fromkeys(df.selector))
+    axes = _panels(axes, metrics, [SELECTOR_LABELS.get(name, name) for name in names])
+    for ax, metric in zip(axes, metrics, strict=True):
+        rows = df[df.metric == metric].set_index("selector")
+        for place, name in enumerate(names):
+            _interval(ax, place, rows.loc[name], _selector_color(name, place))
+        ax.set_xlim(left=0)
+        ax.set_title(f"{_count(rows.n)} groups", fontsize="x-small", loc="right")
+    return axes
+
+
+def caption(scale: str, steps: int, seeds: int, host: str = "2 CPU cores") -> str:
+    """What a reader must know of a figure's data: model scale, steps, seeds, host."""
+    return f"{scale} · {steps} steps · {seeds} seed{'s' * (seeds != 1)} · {host}"
+
+
+def sign(drawn: Axes | Figure | Sequence[Axes], text: str) -> Figure:
+    """Write the caption under a figure, given the figure or axes of it."""
+    first = drawn if isinstance(drawn, Figure) else np.atleast_1d(np.asarray(drawn, object)).flat[0]
+    figure = first if isinstance(first, Figure) else first.figure
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color="#555555")
+    return figure
+
+
+def save(figure: Figure, path: str | Path, data: pd.DataFrame) -> tuple[Path, Path, Path]:
+    """Write `path`.png, .svg and .csv, the last with the numbers drawn; same input, same bytes.
+
+    The paper's numbers are not among them: they are in the code with their figure or table.
+    """
+    png, svg, csv = (Path(f"{path}{suffix}") for suffix in (".png", ".svg", ".csv"))
+    png.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": _HOUSE["svg.hashsalt"]}):
+        figure.savefig(png, dpi=200, bbox_inches="tight", metadata={"Software": None})
+        figure.savefig(svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    data.to_csv(csv, index=False, lineterminator="\n")
+    return png, svg, csv
+
+
+# --- parts of figures -----------------------------------------------------------------------------
+
+
+def _axes(ax: Axes | None) -> Axes:
+    return ax if ax is not None else plt.subplots(figsize=(5.6, 3.3))[1]
+
+
+def _panels(
+    axes: Sequence[Axes] | None, metrics: Sequence[str], names: Sequence[str]
+) -> np.ndarray:
+    """One panel per metric, value axis across, `names` down; written once where panels are ours."""
+    is_ours = axes is None
+    if is_ours:
+        size = (1.3 + 2.0 * len(metrics), 0.9 + 0.38 * len(names))
+        axes = plt.subplots(1, len(metrics), figsize=size, squeeze=False)[1]
+    axes = np.asarray(axes, object).ravel()
+    if len(axes) != len(metrics):
+        raise ValueError(f"the data have {len(metrics)} metrics but {len(axes)} axes were given")
+    for ax, metric in zip(axes, metrics, strict=True):
+        is_first = ax is axes[0]
+        ax.set_yticks(range(len(names)), names if is_first or not is_ours else [""] * len(names))
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="x", color="#e5e5e5", linewidth=0.6)
+        ax.set_axisbelow(True)
+        label = METRIC_LABELS.get(metric, metric)
+        ax.set_xlabel(label)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=_ROUND))
+        if "%" in label:
+            ax.xaxis.set_major_formatter(_percent())
+    return axes
+
+
+def _by_arm(df: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of each arm: the four arms in their fixed order, then others by name."""
+    found = set(df.arm)
+    names = [arm for arm in ARM_LABELS if arm in found] + sorted(found - set(ARM_LABELS))
+    return [(arm, df[df.arm == arm]) for arm in names]
+
+
+def _look(arm: str, arms: pd.Series) -> tuple[str, object]:
+    """Color and line style; an arm that is not one of the four takes the next free pair."""
+    if arm in ARM_COLORS:
+        return ARM_COLORS[arm], ARM_LINES[arm]
+    place = sorted(set(arms) - set(ARM_COLORS)).index(arm) % len(_OTHER_COLORS)
+    return _OTHER_COLORS[place], _OTHER_LINES[place]
+
+
+def _label(arm: str) -> str:
+    return ARM_LABELS.get(arm, arm)
+
+
+def _count(n: pd.Series) -> str:
+    least, most = int(n.min()), int(n.max())
+    return f"n = {most}" if least == most else f"n = {least}–{most}"
+
+
+def _selector_color(name: str, place: int) -> str:
+    return SELECTOR_COLORS.get(name, _OTHER_COLORS[place % len(_OTHER_COLORS)])
+
+
+def _percent() -> FuncFormatter:
+    """Ticks of a share in [0, 1], in percent; the sign is in the axis label."""
+    return FuncFormatter(lambda share, _: f"{100 * share:.4g}")
+
+
+def _interval(ax: Axes, place: float, row: Mapping, color: str) -> None:
+    """A mean as a dot, and its interval, if it has one, as a bar."""
+    ax.plot([row["mean"]], [place], "o", color=color, markersize=6, zorder=3)
+    if np.isfinite(row["low"]):
+        ax.hlines(place, row["low"], row["high"], color=color, linewidth=2, zorder=2)
+
+
+def _dots(ax: Axes, place: float, values: pd.Series, color: str) -> None:
+    ax.plot(values, [place] * len(values), "o", color=color, markersize=2.8, alpha=0.8, zorder=2)

@@ -1,0 +1,209 @@
+"""A sweep is a grid over one parameterized notebook, executed by papermill.
+
+Points run in parallel processes, two at a time on two cores: a nano run keeps one core busy. A finished
+point is skipped, an unfinished one resumes from its checkpoint, so a sweep can be killed at any time
+and started again with the same command. Parameters that the notebook does not declare are refused
+before anything runs.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from . import config as cfg
+from . import runs
+
+TEMPLATE = Path(__file__).parents[1] / "experiments" / "templates" / "run_arm.ipynb"
+_POLL_SECONDS = 0.5
+
+
+class SweepError(RuntimeError):
+    """A sweep that cannot run, or points that failed; the message names them."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of the grid. `settings` are `section.key=value` texts on top of base and arm."""
+
+    arm: str
+    seed: int
+    config: str
+    folder: str
+    cold_start_dir: str
+    settings: tuple[str, ...] = ()
+    parameters: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return Path(self.folder).name
+
+    def load_config(self) -> cfg.Config:
+        settings = dict(cfg.parse_setting(text) for text in self.settings)
+        return cfg.load(self.config, self.arm, settings | {"run.seed": self.seed})
+
+    def steps_done(self) -> int:
+        return max((row["step"] for row in runs.RunFolder(self.folder).rows()), default=0)
+
+    @property
+    def is_done(self) -> bool:
+        return runs.RunFolder(self.folder).is_done
+
+    def notebook_parameters(self) -> dict:
+        return {
+            "config": self.config, "arm": self.arm, "seed": self.seed, "folder": self.folder,
+            "cold_start_dir": self.cold_start_dir, "settings": list(self.settings),
+        } | self.parameters
+
+
+def grid(config: str, arms: Sequence[str], seeds: Sequence[int], out: str | Path, *,
+         settings: Sequence[str] = (), parameters: dict | None = None) -> list[Point]:
+    """All points, seeds first: the first seed of every arm is complete before the second starts.
+
+    Raises:
+        cfg.ConfigError: a point's configuration is not valid.
+    """
+    out = Path(out)
+    points = [
+        Point(arm, seed, str(config), str(out / f"{arm}-s{seed}"), str(out.parent / "cold_start"),
+              tuple(settings), dict(parameters or {}))
+        for seed in seeds for arm in arms
+    ]
+    for point in points[: len(arms)]:
+        point.load_config()
+    return points
+
+
+def check_parameters(template: str | Path, parameters: dict) -> None:
+    """Refuse names that the notebook's parameters cell does not declare; papermill would only warn.
+
+    Raises:
+        SweepError: with the unknown names and the declared ones.
+    """
+    import papermill
+
+    declared = papermill.inspect_notebook(str(template))
+    unknown = sorted(set(parameters) - set(declared))
+    if unknown or not declared:
+        raise SweepError(
+            f"{Path(template).name} does not declare {', '.join(unknown) or 'any parameter'}; "
+            f"it declares {', '.join(sorted(declared)) or 'none'}"
+        )
+
+
+def run(points: Sequence[Point], *, jobs: int = 2, template: str | Path = TEMPLATE,
+        report: Callable[[Point, int, int], None] | None = None) -> None:
+    """Execute the points that are not done. `report` receives (point, step, steps) about twice a second.
+
+    Raises:
+        SweepError: an undeclared parameter, or points that failed (the others have finished).
+        KeyboardInterrupt: after the running points have been stopped.
+    """
+    report = report or (lambda point, step, steps: None)
+    waiting = [point for point in points if not point.is_done]
+    if not waiting:
+        return
+    check_parameters(template, waiting[0].notebook_parameters())
+    running: dict[subprocess.Popen, Point] = {}
+    failed: list[tuple[Point, str]] = []
+    steps = {point: point.load_config().run.steps for point in dict.fromkeys(map(_key, waiting))}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                point = waiting.pop(0)
+                running[_start(point, template)] = point
+            time.sleep(_POLL_SECONDS)
+            for process, point in list(running.items()):
+                report(point, point.steps_done(), steps[_key(point)])
+                if process.poll() is not None:
+                    del running[process]
+                    if process.returncode or not point.is_done:
+                        failed.append((point, _last_words(point)))
+    finally:
+        _stop(running)
+    if failed:
+        causes = "\n".join(f"  {point.name}: {cause}" for point, cause in failed)
+        raise SweepError(f"{len(failed)} of {len(points)} points failed and are not done:\n{causes}")
+
+
+def _key(point: Point) -> Point:
+    """Points of one arm have one number of steps."""
+    return Point(point.arm, 0, point.config, "", "", point.settings)
+
+
+def _start(point: Point, template: str | Path) -> subprocess.Popen:
+    folder = Path(point.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    task = json.dumps({"point": asdict(point), "template": str(template), "parent": os.getpid()})
+    with open(folder / "run.log", "ab") as log:
+        return subprocess.Popen(
+            (sys.executable, "-m", "rstar2lab.sweep", task), stdin=subprocess.DEVNULL,
+            stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+def _stop(running: dict[subprocess.Popen, Point]) -> None:
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    for process in running:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _last_words(point: Point) -> str:
+    lines = (Path(point.folder) / "run.log").read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1] if lines else 'no output'} (see {point.folder}/run.log)"
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process when the sweep dies, even by SIGKILL."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the sweep that started this point is gone")
+
+
+def execute_point(point: Point, template: str | Path) -> None:
+    """Run one point's notebook, saved after every cell as `run.ipynb` in the run folder."""
+    import papermill
+
+    papermill.execute_notebook(
+        str(template), str(Path(point.folder) / "run.ipynb"), point.notebook_parameters(),
+        progress_bar=False, cwd=os.getcwd(), autosave_cell_every=0, kernel_name="python3",
+    )
+
+
+def _main(task: str) -> None:
+    arguments = json.loads(task)
+    if sys.platform == "linux":
+        _die_with_parent(arguments["parent"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    point = arguments["point"]
+    point["settings"] = tuple(point["settings"])
+    execute_point(Point(**point), arguments["template"])
+
+
+def arm_names(config: str | Path) -> list[str]:
+    """The arms beside a base configuration."""
+    return sorted(path.stem for path in (Path(config).parent / "arms").glob("*.toml"))
+
+
+def status(points: Sequence[Point]) -> Iterator[tuple[Point, str]]:
+    """What a sweep would do with each point."""
+    for point in points:
+        done = point.steps_done()
+        state = "done" if point.is_done else f"resume after step {done}" if done else "new"
+        yield point, state
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
