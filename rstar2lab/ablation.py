@@ -1,7 +1,7 @@
-"""The ablation's results (§5.3, Fig 9 and 4): run folders → one table, and the claims with intervals.
+"""The ablation's results (§5.3, Fig 9 and 4): run folders → table and claims with intervals.
 
-The unit is the seed: every interval is Student's t over RL seeds, at 95 %. Evaluation is on held-out
-problems, so a selection that only flatters its own training set shows nothing here.
+The unit is the seed: every interval is Student's t over RL seeds, at 95 %. Evaluation is on
+held-out problems, so a selection that only flatters its own training set shows nothing here.
 """
 
 from pathlib import Path
@@ -37,7 +37,9 @@ def final_rows(path: str | Path) -> pd.DataFrame:
     if not len(frame):
         raise runs.RunError(f"no finished run below {path}; make some with `rstar2lab reproduce`")
     evaluated = frame[frame.eval_accuracy.notna()]
-    return evaluated.loc[evaluated.groupby(["arm", "run_seed"]).step.idxmax()].reset_index(drop=True)
+    return evaluated.loc[evaluated.groupby(["arm", "run_seed"]).step.idxmax()].reset_index(
+        drop=True
+    )
 
 
 def table(final: pd.DataFrame) -> pd.DataFrame:
@@ -48,8 +50,16 @@ def table(final: pd.DataFrame) -> pd.DataFrame:
             values = final[final.arm == arm][column].dropna().to_numpy(float)
             if len(values):
                 found = stats.t_interval(values)
-                rows.append({"arm": arm, "measure": name, "mean": found.mean, "low": found.low,
-                             "high": found.high, "n": found.n})
+                rows.append(
+                    {
+                        "arm": arm,
+                        "measure": name,
+                        "mean": found.mean,
+                        "low": found.low,
+                        "high": found.high,
+                        "n": found.n,
+                    }
+                )
     return pd.DataFrame(rows)
 
 
@@ -75,26 +85,61 @@ def claims(final: pd.DataFrame) -> pd.DataFrame:
         found = paired(final, column, first, second)
         if found is not None:
             verdict = ("yes" if holds(found) else "no") if found.n > 1 else "one seed"
-            rows.append({"claim": claim, "difference": found.mean, "low": found.low,
-                         "high": found.high, "n": found.n, "holds": verdict})
+            rows.append(
+                {
+                    "claim": claim,
+                    "difference": found.mean,
+                    "low": found.low,
+                    "high": found.high,
+                    "n": found.n,
+                    "holds": verdict,
+                }
+            )
 
     error, tokens = "eval_tool_error_rate_when_correct", "eval_mean_response_tokens_when_correct"
     for arm in ARMS[1:]:
-        add(f"(a) {arm} − dapo_no_tool: accuracy ≥ +0.40", "eval_accuracy", arm, "dapo_no_tool",
-            lambda i: i.low >= 0.40)
+        add(
+            f"(a) {arm} − dapo_no_tool: accuracy ≥ +0.40",
+            "eval_accuracy",
+            arm,
+            "dapo_no_tool",
+            lambda i: i.low >= 0.40,
+        )
     for other in ("grpo_tool", "grpo_tool_2g_uniform"):
-        add(f"(b) grpo_roc − {other}: failed calls in correct < 0", error, "grpo_roc", other,
-            lambda i: i.high < 0)
-    add("(c) grpo_roc − grpo_tool: accuracy ≥ −0.05", "eval_accuracy", "grpo_roc", "grpo_tool",
-        lambda i: i.low >= -0.05)
-    add("(c) grpo_roc − grpo_tool: tokens in correct ≤ 0", tokens, "grpo_roc", "grpo_tool",
-        lambda i: i.high <= 0)
+        add(
+            f"(b) grpo_roc − {other}: failed calls in correct < 0",
+            error,
+            "grpo_roc",
+            other,
+            lambda i: i.high < 0,
+        )
+    add(
+        "(c) grpo_roc − grpo_tool: accuracy ≥ −0.05",
+        "eval_accuracy",
+        "grpo_roc",
+        "grpo_tool",
+        lambda i: i.low >= -0.05,
+    )
+    add(
+        "(c) grpo_roc − grpo_tool: tokens in correct ≤ 0",
+        tokens,
+        "grpo_roc",
+        "grpo_tool",
+        lambda i: i.high <= 0,
+    )
     ratio = _error_ratio(final, error)
     if ratio is not None:
         verdict = ("yes" if ratio.high <= 0.5 else "no") if ratio.n > 1 else "one seed"
-        rows.append({"claim": "(b) grpo_roc ÷ grpo_tool: failed calls in correct ≤ 0.5",
-                     "difference": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n,
-                     "holds": verdict})
+        rows.append(
+            {
+                "claim": "(b) grpo_roc ÷ grpo_tool: failed calls in correct ≤ 0.5",
+                "difference": ratio.mean,
+                "low": ratio.low,
+                "high": ratio.high,
+                "n": ratio.n,
+                "holds": verdict,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -108,6 +153,7 @@ def _error_ratio(final: pd.DataFrame, column: str) -> stats.Interval | None:
 
 def format_table(found: pd.DataFrame) -> str:
     """The table as text, one line per arm: `mean [low, high]`."""
+
     def cell(row) -> str:
         digits = 1 if row.measure.startswith("tokens") else 3
         if np.isnan(row.low):
@@ -115,8 +161,12 @@ def format_table(found: pd.DataFrame) -> str:
         return f"{row['mean']:.{digits}f} [{row.low:.{digits}f}, {row.high:.{digits}f}]"
 
     cells = found.assign(cell=found.apply(cell, axis=1)) if len(found) else found
-    wide = cells.pivot(index="arm", columns="measure", values="cell").reindex(
-        index=[a for a in ARMS if a in set(found.arm)],
-        columns=[m for m in MEASURES.values() if m in set(found.measure)],
-    ).fillna("–")
+    wide = (
+        cells.pivot(index="arm", columns="measure", values="cell")
+        .reindex(
+            index=[a for a in ARMS if a in set(found.arm)],
+            columns=[m for m in MEASURES.values() if m in set(found.measure)],
+        )
+        .fillna("–")
+    )
     return wide.to_string()

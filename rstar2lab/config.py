@@ -1,8 +1,9 @@
 """Every number of a run, validated, with its unit. TOML → frozen models.
 
-A configuration is a base file, plus at most one arm file, plus `section.key=value` settings. An unknown
-key fails before anything runs and names the nearest known one. Where the paper and its release differ,
-the choice is a named value (`"paper"` or `"release"`), and the default is the paper's.
+A configuration is a base file, plus at most one arm file, plus `section.key=value` settings. An
+unknown key fails before anything runs and names the nearest known one. Where the paper and its
+release differ, the choice is a named value (`"paper"` or `"release"`), and the default is the
+paper's.
 """
 
 import difflib
@@ -31,7 +32,7 @@ class Run(_Section):
 
 
 class Model(_Section):
-    """A plain Qwen3 (no custom code). `cold_start` trains the nano model; a path loads a checkpoint."""
+    """A plain Qwen3, no custom code. `source`: "cold_start", or a checkpoint's path."""
 
     source: str = "cold_start"
     layers: int = Field(3, gt=0)
@@ -81,7 +82,9 @@ class Chat(_Section):
     style: Literal["nano", "paper", "release"] = "paper"
     tools: bool = True
     max_turns: int = Field(10, gt=0, description="T; 10 / 10 / 15 by stage (§5.1), release 5")
-    max_calls_per_turn: int = Field(1, gt=0, description="executed; further ones are refused, counted")
+    max_calls_per_turn: int = Field(
+        1, gt=0, description="executed; further ones are refused, counted"
+    )
     response_chars: int = Field(20_000, gt=0, description="cap on a tool response; release 256")
 
 
@@ -92,7 +95,9 @@ class Rollout(_Section):
     samples_per_prompt: int = Field(gt=0, description="N = 2G; 32 in the paper")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    max_response_tokens: int = Field(gt=0, description="model and tool tokens together; 8K / 12K / 12K")
+    max_response_tokens: int = Field(
+        gt=0, description="model and tool tokens together; 8K / 12K / 12K"
+    )
 
 
 class Selection(_Section):
@@ -112,7 +117,9 @@ class Loss(_Section):
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.28, ge=0)
     ddof: Literal[0, 1] = Field(0, description="of the deviation in Eq 7; the release uses 1")
-    minibatches: int = Field(2, gt=0, description="updates per rollout step; at 1 clipping is inert")
+    minibatches: int = Field(
+        2, gt=0, description="updates per rollout step; at 1 clipping is inert"
+    )
     tokens_per_microbatch: int = Field(8192, gt=0, description="padded tokens of one forward pass")
 
 
@@ -133,7 +140,9 @@ class Engine(_Section):
     kind: Literal["torch"] = "torch"
     kv_tokens: int = Field(65_536, gt=0, description="capacity of the KV cache")
     tool_steps: int = Field(
-        8, ge=0, description="decoding steps after which a tool result is delivered, ready or awaited"
+        8,
+        ge=0,
+        description="decoding steps after which a tool result is delivered, ready or awaited",
     )
 
 
@@ -145,7 +154,6 @@ class SandboxLimits(_Section):
     wall_seconds: float = Field(4.0, gt=0)
     memory_mb: int = Field(512, gt=0)
     output_chars: int = Field(20_000, gt=0)
-    require_level: Literal["L0", "L1", "L2", "L3", "L4"] | None = None
 
 
 class Evaluation(_Section):
@@ -183,7 +191,11 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self):
-        n, keep, selector = self.rollout.samples_per_prompt, self.selection.keep, self.selection.selector
+        n, keep, selector = (
+            self.rollout.samples_per_prompt,
+            self.selection.keep,
+            self.selection.selector,
+        )
         if keep > n:
             raise ValueError(
                 f"selection.keep={keep} but only rollout.samples_per_prompt={n} are sampled; "
@@ -196,8 +208,8 @@ class Config(_Section):
             )
         if self.rollout.max_response_tokens >= self.model.max_tokens:
             raise ValueError(
-                f"rollout.max_response_tokens={self.rollout.max_response_tokens} leaves no room for the "
-                f"prompt in model.max_tokens={self.model.max_tokens}; lower it or raise max_tokens"
+                f"rollout.max_response_tokens={self.rollout.max_response_tokens} leaves no room for "
+                f"the prompt in model.max_tokens={self.model.max_tokens}; lower it or raise max_tokens"
             )
         if self.rollout.prompts_per_step > self.problems.train:
             raise ValueError(
@@ -235,7 +247,9 @@ def _check_keys(flat: dict[str, Any], origin: str) -> None:
     known = known_keys()
     for key in flat:
         if key not in known:
-            hint = _nearest(key, known) or _nearest(key.split(".")[-1], [k.split(".")[-1] for k in known])
+            hint = _nearest(key, known) or _nearest(
+                key.split(".")[-1], [k.split(".")[-1] for k in known]
+            )
             raise ConfigError(f"{origin}: unknown key {key!r}{hint}")
 
 
@@ -262,23 +276,29 @@ def _siblings(path: Path) -> str:
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
-    """`"optimizer.lr=1e-4"` → `("optimizer.lr", 0.0001)`; values are TOML, or else plain strings."""
+    """`"optimizer.lr=1e-4"` → `("optimizer.lr", 0.0001)`; what is not TOML is a string."""
     key, equals, text = setting.partition("=")
     if not equals:
         raise ConfigError(f"expected section.key=value, found {setting!r}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    value = parse_value(text)
     _check_keys({key.strip(): value}, "--set")
     return key.strip(), value
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value; what is not one is a plain string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
 
 
 def from_flat(flat: dict[str, Any]) -> Config:
     """Validate flat values.
 
     Raises:
-        ConfigError: a value is missing, of the wrong type, out of range, or does not fit the others.
+        ConfigError: a value is missing, of the wrong type, out of range, or does not fit the
+        others.
     """
     tree: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields}
     for key, value in flat.items():
@@ -295,7 +315,9 @@ def from_flat(flat: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(lines)) from error
 
 
-def load(base: str | Path, arm: str | None = None, settings: dict[str, Any] | None = None) -> Config:
+def load(
+    base: str | Path, arm: str | None = None, settings: dict[str, Any] | None = None
+) -> Config:
     """Base file, then `arms/<arm>.toml` beside it, then settings by `section.key`."""
     flat = read_toml(base)
     if arm is not None:

@@ -17,20 +17,29 @@ from .types import Problem, Trajectory
 def trajectory_result(trajectory: Trajectory, step: int) -> dict:
     """One row of `eval.parquet`."""
     return {
-        "problem_id": trajectory.problem_id, "sample": trajectory.sample, "step": step,
-        "correct": trajectory.is_correct, "reason": trajectory.reason,
-        "tokens": len(trajectory.response_ids), "calls": trajectory.num_calls,
-        "failed_calls": trajectory.num_tool_errors, "truncated": trajectory.is_truncated,
+        "problem_id": trajectory.problem_id,
+        "sample": trajectory.sample,
+        "step": step,
+        "correct": trajectory.is_correct,
+        "reason": trajectory.reason,
+        "tokens": len(trajectory.response_ids),
+        "calls": trajectory.num_calls,
+        "failed_calls": trajectory.num_tool_errors,
+        "truncated": trajectory.is_truncated,
     }
 
 
-def evaluate(problems: Sequence[Problem], samples: int, actors: rollouts.Actors,
-             settings: rollouts.RolloutSettings, *, step: int = 0,
-             on_done: Callable[[Trajectory], None] | None = None) -> pd.DataFrame:
+def evaluate(
+    problems: Sequence[Problem],
+    samples: int,
+    actors: rollouts.Actors,
+    settings: rollouts.RolloutSettings,
+    *,
+    step: int = 0,
+    on_done: Callable[[Trajectory], None] | None = None,
+) -> pd.DataFrame:
     """Sample every problem `samples` times; void trajectories are rows with reason "void…"."""
-    groups = asyncio.run(
-        rollouts.rollout_groups(problems, samples, actors, settings, on_done)
-    )
+    groups = asyncio.run(rollouts.rollout_groups(problems, samples, actors, settings, on_done))
     rows = [trajectory_result(t, step) for group in groups for t in group.trajectories]
     return pd.DataFrame(rows)
 
@@ -64,11 +73,16 @@ def table(rows: pd.DataFrame, *, rng: np.random.Generator, level: float = 0.95) 
     """Accuracy and mean length with bootstrap intervals clustered by problem; n is problems."""
     rows = rows[~is_void(rows)]
     found = {}
-    for name, values in (("accuracy", rows.correct.astype(float)), ("response tokens", rows.tokens)):
+    for name, values in (
+        ("accuracy", rows.correct.astype(float)),
+        ("response tokens", rows.tokens),
+    ):
         found[name] = stats.bootstrap_clustered(
             values.to_numpy(float), rows.problem_id.to_numpy(), level=level, rng=rng
         )
-    return pd.DataFrame({
-        name: {"mean": i.mean, "low": i.low, "high": i.high, "problems": i.n}
-        for name, i in found.items()
-    }).T
+    return pd.DataFrame(
+        {
+            name: {"mean": i.mean, "low": i.low, "high": i.high, "problems": i.n}
+            for name, i in found.items()
+        }
+    ).T

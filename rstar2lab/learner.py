@@ -1,7 +1,8 @@
-"""The policy on the learner's side: log-probs of recorded tokens, micro-batches, the optimizer step.
+"""The policy on the learner's side: log-probs, micro-batches, the optimizer step.
 
-The head runs only on trained tokens, so no full logits tensor exists. Micro-batches are cut by padded
-tokens and their gradients add up to that of the whole batch, because the loss is told its denominator.
+The head runs only on trained tokens, so no full logits tensor exists. Micro-batches are cut by
+padded tokens and their gradients add up to that of the whole batch, because the loss is told its
+denominator.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one step of updates did; ratios before clipping, `parity` = max |engine − learner|, nats."""
+    """What a step's updates did; ratios before clipping; `parity`: max |engine − learner|, nats."""
 
     loss: float
     clip_fraction: float
@@ -66,7 +67,7 @@ def make_batch(samples: Sequence[Sample]) -> Batch:
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Samples sorted by length and cut so that rows × longest ≤ max_tokens (at least one row each)."""
+    """Samples by length, cut so that rows × longest ≤ max_tokens (at least one row each)."""
 
     def length(sample: Sample) -> int:
         return len(sample.trajectory.prompt_ids) + len(sample.trajectory.response_ids)
@@ -105,7 +106,9 @@ class LocalLearner:
         self.model = model.train()
         self._settings, self._loss, self._temperature = optimizer, loss, temperature
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2),
+            model.parameters(),
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
             weight_decay=optimizer.weight_decay,
         )
         self._updates = 0
@@ -113,7 +116,8 @@ class LocalLearner:
     def state_dict(self) -> dict:
         """Everything a resumed run needs, weights included."""
         return {
-            "model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             "updates": self._updates,
         }
 
@@ -122,8 +126,12 @@ class LocalLearner:
         self._optimizer.load_state_dict(state["optimizer"])
         self._updates = state["updates"]
 
-    def update(self, samples: Sequence[Sample], rng: np.random.Generator,
-               on_microbatch: Callable[[], None] | None = None) -> UpdateStats:
+    def update(
+        self,
+        samples: Sequence[Sample],
+        rng: np.random.Generator,
+        on_microbatch: Callable[[], None] | None = None,
+    ) -> UpdateStats:
         """`loss.minibatches` optimizer steps over the samples, split at random (Eq 6).
 
         Every minibatch's loss is a mean over its own trained tokens.
@@ -144,9 +152,13 @@ class LocalLearner:
             return sum(getattr(o, name) * o.num_tokens_here for o in outputs) / max(tokens, 1)
 
         return UpdateStats(
-            loss=float(np.mean(losses)), clip_fraction=mean("clip_fraction"),
-            ratio_mean=mean("ratio_mean"), ratio_max=max(o.ratio_max for o in outputs),
-            gradient_norm=float(np.mean(norms)), parity=parity, updates=len(parts),
+            loss=float(np.mean(losses)),
+            clip_fraction=mean("clip_fraction"),
+            ratio_mean=mean("ratio_mean"),
+            ratio_max=max(o.ratio_max for o in outputs),
+            gradient_norm=float(np.mean(norms)),
+            parity=parity,
+            updates=len(parts),
             trained_tokens=tokens,
         )
 
@@ -158,8 +170,13 @@ class LocalLearner:
             batch = make_batch(part)
             logprobs_BT = sampled_logprobs(self.model, batch, self._temperature)
             output = grpo.grpo_loss(
-                logprobs_BT, batch.old_logprobs_BT, batch.advantages_B, batch.mask_BT,
-                clip_low=self._loss.clip_low, clip_high=self._loss.clip_high, num_tokens=num_tokens,
+                logprobs_BT,
+                batch.old_logprobs_BT,
+                batch.advantages_B,
+                batch.mask_BT,
+                clip_low=self._loss.clip_low,
+                clip_high=self._loss.clip_high,
+                num_tokens=num_tokens,
             )
             output.loss.backward()
             difference = (logprobs_BT.detach() - batch.old_logprobs_BT)[batch.mask_BT].abs()

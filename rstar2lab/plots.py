@@ -258,7 +258,7 @@ def _panels(
         ax.set_axisbelow(True)
         label = METRIC_LABELS.get(metric, metric)
         ax.set_xlabel(label)
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=_ROUND))
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=(1, 2, 2.5, 5, 10)))
         if "%" in label:
             ax.xaxis.set_major_formatter(_percent())
     return axes

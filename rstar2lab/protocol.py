@@ -1,9 +1,9 @@
 """Text and token ids ↔ turns: the prompt, the tool call, the tool response (§2.1, Fig 3).
 
-Token in, token out: sampled ids are kept as they are and never re-tokenized; only the prompt and the
-tool responses are encoded, and a tool's text is encoded with special tokens disabled, so that no
-program can print a tag that the chat format believes. The tags and the JSON shape of a call are the
-paper's; the wording of the prose is ours.
+Token in, token out: sampled ids are kept as they are and never re-tokenized; only the prompt and
+the tool responses are encoded, and a tool's text is encoded with special tokens disabled, so that
+no program can print a tag that the chat format believes. The tags and the JSON shape of a call are
+the paper's; the wording of the prose is ours.
 
 This module runs nothing: it does not execute calls, and it does not judge answers.
 """
@@ -28,7 +28,10 @@ TOOL_SCHEMA = {
             "type": "object",
             "properties": {
                 "code": {"type": "string", "description": "The Python program to run."},
-                "input": {"type": "string", "description": "Text for standard input; may be empty."},
+                "input": {
+                    "type": "string",
+                    "description": "Text for standard input; may be empty.",
+                },
             },
             "required": ["code", "input"],
         },
@@ -41,8 +44,10 @@ REASON_INSTRUCTION = (
     "then give the solution inside <answer> </answer>."
 )
 TOOL_INSTRUCTION = (
-    "\n\n# Tools\n\nYou can call the functions below while you solve the problem.\n<tools>\n{schema}\n"
-    "</tools>\n\nTo call one, write a JSON object with its name and arguments inside <tool_call> tags:\n"
+    "\n\n# Tools\n\nYou can call the functions below while you solve the problem.\n"
+    "<tools>\n{schema}\n"
+    "</tools>\n\nTo call one, write a JSON object with its name and arguments inside "
+    "<tool_call> tags:\n"
     '<tool_call>\n{{"name": <function name>, "arguments": <arguments object>}}\n</tool_call>'
 )
 USER_INSTRUCTION = (
@@ -84,7 +89,7 @@ class ChatFormat:
 
 
 def chat_format(style: str, *, tools: bool, response_chars: int) -> ChatFormat:
-    """The named formats: `paper` (Fig 3), `release`, and `nano`, whose short words fit 0.4 M weights.
+    """The named formats: `paper` (Fig 3), `release`, and `nano`, of few words.
 
     Raises ValueError for another name.
     """
@@ -99,14 +104,16 @@ def chat_format(style: str, *, tools: bool, response_chars: int) -> ChatFormat:
         schema = schema.replace(TOOL_NAME, RELEASE_TOOL_NAME)
     return ChatFormat(
         system=REASON_INSTRUCTION + (TOOL_INSTRUCTION.format(schema=schema) if tools else ""),
-        user=USER_INSTRUCTION, first_prefix=prefix[0], next_prefix=prefix[1],
+        user=USER_INSTRUCTION,
+        first_prefix=prefix[0],
+        next_prefix=prefix[1],
         response_chars=response_chars,
     )
 
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What one assistant turn says: closed reason blocks, calls in order, closed answers in order."""
+    """What one assistant turn says: closed reason blocks, calls, closed answers, in order."""
 
     reasoning: list[str]
     calls: list[ToolCall]
@@ -126,9 +133,9 @@ def _closing(text: str, tag: str, start: int) -> int:
 def parse_turn(text: str) -> ParsedTurn:
     """Read one assistant turn from left to right.
 
-    A call needs both tags. A call inside a closed `<reason>` block is part of the thought and is not
-    a call; after an unclosed `<reason>` it is one. An answer counts wherever it is closed, but not
-    inside a call.
+    A call needs both tags. A call inside a closed `<reason>` block is part of the thought and is
+    not a call; after an unclosed `<reason>` it is one. An answer counts wherever it is closed, but
+    not inside a call.
     """
     reasoning, calls, answers = [], [], []
     position = 0

@@ -1,8 +1,8 @@
 """The multi-turn loop of one trajectory, and a batch of groups over one engine (§2.1, Fig 2).
 
 A turn ends; its calls run in the sandbox; their responses are appended with mask 0; the next turn
-starts. All trajectories of a batch run at once: each sends its tool calls the moment its own turn ends.
-The response budget counts model and tool tokens together.
+starts. All trajectories of a batch run at once: each sends its tool calls the moment its own turn
+ends. The response budget counts model and tool tokens together.
 """
 
 import asyncio
@@ -75,7 +75,9 @@ class _Tape:
         self.entropies += [0.0] * len(token_ids)
 
 
-async def rollout(problem: Problem, sample: int, actors: Actors, settings: RolloutSettings) -> Trajectory:
+async def rollout(
+    problem: Problem, sample: int, actors: Actors, settings: RolloutSettings
+) -> Trajectory:
     """One trajectory, unscored. Every end has a `StopReason`; nothing is dropped."""
     request_id = f"{settings.seed_key}/{problem.id}/{sample}"
     prompt_ids = actors.tokenizer.encode(actors.chat.prompt(problem.question))
@@ -88,30 +90,49 @@ async def rollout(problem: Problem, sample: int, actors: Actors, settings: Rollo
             if budget < 1:
                 stop = StopReason.LENGTH  # a tool response filled the budget exactly: it is kept
                 break
-            completion = await actors.engine.generate(request_id, prompt_ids + tape.ids, Sampling(
-                max_new_tokens=budget, temperature=settings.temperature, top_p=settings.top_p,
-                seed=seed, entropies=True, stop_ids=(actors.tokenizer.stop_id,),
-            ))
+            completion = await actors.engine.generate(
+                request_id,
+                prompt_ids + tape.ids,
+                Sampling(
+                    max_new_tokens=budget,
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    seed=seed,
+                    entropies=True,
+                    stop_ids=(actors.tokenizer.stop_id,),
+                ),
+            )
             version = completion.weight_version
             tape.add_sampled(completion)
             turn, stop = await _finish_turn(completion, len(turns), actors, settings)
-            if stop is None and len(turn.result_token_ids) > settings.max_response_tokens - len(tape.ids):
-                turn, stop = replace(turn, result_token_ids=np.zeros(0, np.int32)), StopReason.CONTEXT
+            if stop is None and len(turn.result_token_ids) > settings.max_response_tokens - len(
+                tape.ids
+            ):
+                turn, stop = (
+                    replace(turn, result_token_ids=np.zeros(0, np.int32)),
+                    StopReason.CONTEXT,
+                )
             turns.append(turn)
             tape.add_tool(turn.result_token_ids.tolist())
     finally:
         await actors.engine.abort(request_id)  # frees the trajectory's cache
     return Trajectory(
-        problem_id=problem.id, sample=sample, prompt_ids=np.asarray(prompt_ids, np.int32),
-        response_ids=np.asarray(tape.ids, np.int32), loss_mask=np.asarray(tape.mask, bool),
+        problem_id=problem.id,
+        sample=sample,
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        response_ids=np.asarray(tape.ids, np.int32),
+        loss_mask=np.asarray(tape.mask, bool),
         logprobs=np.asarray(tape.logprobs, np.float32),
         entropies=np.asarray(tape.entropies, np.float32),
-        turns=tuple(turns), stop=stop, weight_version=version,
+        turns=tuple(turns),
+        stop=stop,
+        weight_version=version,
     )
 
 
-async def _finish_turn(completion: Completion, number: int, actors: Actors,
-                       settings: RolloutSettings) -> tuple[Turn, StopReason | None]:
+async def _finish_turn(
+    completion: Completion, number: int, actors: Actors, settings: RolloutSettings
+) -> tuple[Turn, StopReason | None]:
     """Parse the turn, run its calls, encode their responses. `None` means the rollout goes on."""
     ids = completion.token_ids
     stopped = completion.finish == "stop"
@@ -131,7 +152,9 @@ async def _finish_turn(completion: Completion, number: int, actors: Actors,
         )
     results = await actors.engine.deliver(_execute(allowed, actors))
     turn = replace(
-        turn, call=calls[0], result=results[0],
+        turn,
+        call=calls[0],
+        result=results[0],
         more_calls=tuple(zip(allowed[1:], results[1:], strict=True)) + refused,
     )
     if any(result.status is ToolStatus.SERVICE_FAILURE for result in results):
@@ -184,9 +207,13 @@ def score_or_void(trajectory: Trajectory, problem: Problem, check=None) -> Traje
         return replace(trajectory, stop=StopReason.VOID, reward=None, reason=f"void: {failure}")
 
 
-async def rollout_groups(problems: Iterable[Problem], samples: int, actors: Actors,
-                         settings: RolloutSettings,
-                         on_done: Callable[[Trajectory], None] | None = None) -> list[Group]:
+async def rollout_groups(
+    problems: Iterable[Problem],
+    samples: int,
+    actors: Actors,
+    settings: RolloutSettings,
+    on_done: Callable[[Trajectory], None] | None = None,
+) -> list[Group]:
     """`samples` scored trajectories per problem, all at once, in the order of the problems."""
 
     async def one(problem: Problem, sample: int) -> Trajectory:
@@ -198,5 +225,6 @@ async def rollout_groups(problems: Iterable[Problem], samples: int, actors: Acto
     problems = list(problems)
     done = await asyncio.gather(*(one(p, s) for p in problems for s in range(samples)))
     return [
-        Group(problem, tuple(done[i * samples : (i + 1) * samples])) for i, problem in enumerate(problems)
+        Group(problem, tuple(done[i * samples : (i + 1) * samples]))
+        for i, problem in enumerate(problems)
     ]

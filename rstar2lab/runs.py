@@ -1,8 +1,8 @@
 """A run is a folder, and the only thing that notebooks and figures read.
 
 `config.json`, `provenance.json`, `metrics.jsonl` (one object per step), `eval.parquet`,
-`trajectories.parquet`, checkpoints, and `DONE.json`, written last. Every file appears whole or not at
-all: it is written beside its place and then renamed.
+`trajectories.parquet`, checkpoints, and `DONE.json`, written last. Every file appears whole or not
+at all: it is written beside its place and then renamed.
 """
 
 import fcntl
@@ -50,8 +50,11 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def provenance(command: str, scale: str) -> dict:
     """How a result came about: command, git commit, versions, host kind, scale."""
     return {
-        "command": command, "git_sha": _git_sha(), "scale": scale,
-        "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "command": command,
+        "git_sha": _git_sha(),
+        "scale": scale,
+        "versions": {name: _version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
         "host": f"{platform.machine()}, {os.cpu_count()} CPUs",
     }
 
@@ -70,8 +73,11 @@ def _git_sha() -> str:
             ("git", "rev-parse", "HEAD"), cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ("git", "status", "--porcelain", "--", "rstar2lab"), cwd=here.parent,
-            capture_output=True, text=True, check=True,
+            ("git", "status", "--porcelain", "--", "rstar2lab"),
+            cwd=here.parent,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         return sha + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -101,8 +107,9 @@ class RunFolder:
             raise RunError(f"another process is writing {self.path}; stop it, or wait") from None
         existing = self.path / "config.json"
         if not existing.exists():
-            write_atomic(self.path / "provenance.json",
-                         json.dumps(provenance(command, scale), indent=1))
+            write_atomic(
+                self.path / "provenance.json", json.dumps(provenance(command, scale), indent=1)
+            )
             write_atomic(existing, config_json)
             return
         if existing.read_text() != config_json:
@@ -197,6 +204,9 @@ class RunFolder:
         found = self._checkpoints()
         return torch.load(found[-1], weights_only=True) if found else None
 
+    def remove_checkpoints(self) -> None:
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+
     def _checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}.pt"
 
@@ -210,16 +220,37 @@ def _difference(old_json: str, new_json: str) -> str:
     return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} asked" for k in changed[:5])
 
 
-def trajectory_row(trajectory: Trajectory, *, question: str, answer: str, step: int, arm: str,
-                   penalty: float, kept: bool, roles=None) -> dict:
+def trajectory_row(
+    trajectory: Trajectory,
+    *,
+    question: str,
+    answer: str,
+    step: int,
+    arm: str,
+    penalty: float,
+    kept: bool,
+    roles=None,
+) -> dict:
     """One row of `trajectories.parquet`. `roles` names each response token's role."""
     return {
-        "problem_id": trajectory.problem_id, "question": question, "answer": answer,
-        "sample": trajectory.sample, "step": step, "arm": arm, "reward": trajectory.reward,
-        "reason": trajectory.reason, "stop": trajectory.stop.name, "penalty": penalty, "kept": kept,
-        "weight_version": trajectory.weight_version, "prompt_ids": trajectory.prompt_ids,
-        "response_ids": trajectory.response_ids, "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs, "entropies": trajectory.entropies, "roles": roles,
+        "problem_id": trajectory.problem_id,
+        "question": question,
+        "answer": answer,
+        "sample": trajectory.sample,
+        "step": step,
+        "arm": arm,
+        "reward": trajectory.reward,
+        "reason": trajectory.reason,
+        "stop": trajectory.stop.name,
+        "penalty": penalty,
+        "kept": kept,
+        "weight_version": trajectory.weight_version,
+        "prompt_ids": trajectory.prompt_ids,
+        "response_ids": trajectory.response_ids,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "entropies": trajectory.entropies,
+        "roles": roles,
         "turns": [_turn_row(turn) for turn in trajectory.turns],
     }
 
@@ -227,9 +258,11 @@ def trajectory_row(trajectory: Trajectory, *, question: str, answer: str, step: 
 def _turn_row(turn) -> dict:
     result = turn.result
     return {
-        "text": turn.text, "call": turn.call.raw if turn.call else None,
+        "text": turn.text,
+        "call": turn.call.raw if turn.call else None,
         "status": result.status.name if result else None,
-        "stdout": result.stdout if result else None, "stderr": result.stderr if result else None,
+        "stdout": result.stdout if result else None,
+        "stderr": result.stderr if result else None,
         "seconds": result.seconds if result else None,
     }
 
@@ -240,7 +273,7 @@ def command_line() -> str:
 
 
 def metrics_frame(path: str | Path) -> pd.DataFrame:
-    """Metric rows of one run folder, or of all run folders below `path`, with arm and seed columns."""
+    """Metric rows of all run folders at or below `path`, with arm and run_seed columns."""
     frames = []
     for file in sorted(Path(path).glob("**/metrics.jsonl")):
         folder = RunFolder(file.parent)

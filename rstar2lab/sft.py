@@ -1,4 +1,4 @@
-"""The non-reasoning cold start (§4.1): a model that can talk to the tool and cannot solve the tasks.
+"""The non-reasoning cold start (§4.1): a model that talks to the tool and cannot solve the tasks.
 
 Loss on assistant tokens only, the stop token of every turn included. The result is cached under a
 hash of everything it depends on, with its provenance, and a killed run resumes from its checkpoint.
@@ -35,10 +35,15 @@ class Encoded:
 
 def cold_start_config(config: cfg.Config) -> str:
     """All that decides the cold-started weights, as canonical JSON."""
-    return json.dumps({
-        "model": config.model.model_dump(), "cold_start": config.cold_start.model_dump(),
-        "chat": {"response_chars": config.chat.response_chars, "style": config.chat.style},
-    }, indent=1, sort_keys=True)
+    return json.dumps(
+        {
+            "model": config.model.model_dump(),
+            "cold_start": config.cold_start.model_dump(),
+            "chat": {"response_chars": config.chat.response_chars, "style": config.chat.style},
+        },
+        indent=1,
+        sort_keys=True,
+    )
 
 
 def cache_key(config: cfg.Config) -> str:
@@ -69,7 +74,8 @@ def encode(segments: list[corpus.Segment], chat, tokens: protocol.Tokenizer) -> 
     trained: list[bool] = []
     for segment in segments:
         new = (
-            protocol.encode_response(segment.text, chat, tokens) if segment.from_tool
+            protocol.encode_response(segment.text, chat, tokens)
+            if segment.from_tool
             else tokens.encode(segment.text)
         )
         ids += new
@@ -77,8 +83,10 @@ def encode(segments: list[corpus.Segment], chat, tokens: protocol.Tokenizer) -> 
     return Encoded(np.asarray(ids, np.int64), np.asarray(trained, bool))
 
 
-def batches(lengths: np.ndarray, batch: int, seed: int, first_step: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches of dialogue numbers, of similar length each; the stream can start anywhere."""
+def batches(
+    lengths: np.ndarray, batch: int, seed: int, first_step: int = 0
+) -> Iterator[np.ndarray]:
+    """Endless batches of dialogue numbers, similar in length; may start at any step."""
     per_epoch = max(1, len(lengths) // batch)
     step = first_step
     while True:
@@ -87,11 +95,11 @@ def batches(lengths: np.ndarray, batch: int, seed: int, first_step: int = 0) -> 
         order = rng.permutation(len(lengths))
         pools = [
             pool[np.argsort(lengths[pool], kind="stable")]
-            for pool in np.split(order, range(batch * _POOL_BATCHES, len(order), batch * _POOL_BATCHES))
+            for pool in np.split(
+                order, range(batch * _POOL_BATCHES, len(order), batch * _POOL_BATCHES)
+            )
         ]
-        epoch_batches = [
-            pool[i : i + batch] for pool in pools for i in range(0, len(pool), batch)
-        ]
+        epoch_batches = [pool[i : i + batch] for pool in pools for i in range(0, len(pool), batch)]
         shuffled = [epoch_batches[i] for i in rng.permutation(len(epoch_batches))][:per_epoch]
         for numbers in shuffled[start:]:
             yield numbers
@@ -112,7 +120,9 @@ class ColdStartTrainer:
     def __init__(self, net, settings: cfg.ColdStart):
         self.net, self._settings = net.train(), settings
         named = dict(net.named_parameters())
-        hidden = [p for n, p in named.items() if p.ndim == 2 and "embed" not in n and "head" not in n]
+        hidden = [
+            p for n, p in named.items() if p.ndim == 2 and "embed" not in n and "head" not in n
+        ]
         rest = [p for p in named.values() if not any(p is h for h in hidden)]
         self._optimizers = (
             Muon(hidden, lr=settings.muon_lr),
@@ -121,7 +131,10 @@ class ColdStartTrainer:
         self._rates = (settings.muon_lr, settings.adamw_lr)
 
     def state_dict(self) -> dict:
-        return {"model": self.net.state_dict(), "optimizers": [o.state_dict() for o in self._optimizers]}
+        return {
+            "model": self.net.state_dict(),
+            "optimizers": [o.state_dict() for o in self._optimizers],
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.net.load_state_dict(state["model"])
@@ -151,18 +164,36 @@ class ColdStartTrainer:
         return float(loss.detach())
 
 
-def cold_start(config: cfg.Config, out: str | Path, run_many: RunMany, *, command: str | None = None,
-               progress: Progress | None = None) -> Path:
+def _folder(config: cfg.Config, out: str | Path) -> runs.RunFolder:
+    return runs.RunFolder(Path(out) / f"nano-{cache_key(config)}")
+
+
+def cached(config: cfg.Config, out: str | Path) -> Path | None:
+    """The finished cold start of this configuration below `out`, None if there is none."""
+    folder = _folder(config, out)
+    return folder.path / "model" if folder.is_done else None
+
+
+def cold_start(
+    config: cfg.Config,
+    out: str | Path,
+    run_many: RunMany,
+    *,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """The folder of the cold-started model: made once, then reused.
 
-    `out/<hash>/` holds `model/` (weights, config, tokenizer) and the files of a run folder. `progress`
-    receives one metric row per step.
+    `out/<hash>/` holds `model/` (weights, config, tokenizer) and the files of a run folder.
+    `progress` receives one metric row per step.
     """
-    folder = runs.RunFolder(Path(out) / f"nano-{cache_key(config)}")
-    if folder.is_done:
-        return folder.path / "model"
+    if (found := cached(config, out)) is not None:
+        return found
+    folder = _folder(config, out)
     folder.open(
-        cold_start_config(config), command=command or runs.command_line(), scale=config.run.scale,
+        cold_start_config(config),
+        command=command or runs.command_line(),
+        scale=config.run.scale,
         resume=True,
     )
     try:
@@ -172,7 +203,9 @@ def cold_start(config: cfg.Config, out: str | Path, run_many: RunMany, *, comman
     return folder.path / "model"
 
 
-def _train(config: cfg.Config, folder: runs.RunFolder, run_many: RunMany, progress: Progress) -> None:
+def _train(
+    config: cfg.Config, folder: runs.RunFolder, run_many: RunMany, progress: Progress
+) -> None:
     settings = config.cold_start
     torch.set_num_threads(settings.threads)
     segments = render_corpus(config, run_many)
@@ -203,15 +236,25 @@ def _train(config: cfg.Config, folder: runs.RunFolder, run_many: RunMany, progre
         progress(row)
         if (step + 1) % _CHECKPOINT_EVERY == 0:
             folder.save_checkpoint(step + 1, trainer.state_dict())
-    trainer.net.save_pretrained(folder.path / "model")
-    write_tokenizer_config(folder.path / "model", config.model.max_tokens)
+    write_tokenizer_config(path.parent, config.model.max_tokens)
+    model.save(trainer.net, path.parent, path.parent)
     folder.mark_done({"steps": settings.steps, "parameters": trainer.net.num_parameters()})
+    folder.remove_checkpoints()
 
 
 def write_tokenizer_config(path: Path, max_tokens: int) -> None:
     """What `AutoTokenizer` needs beside `tokenizer.json`."""
-    runs.write_atomic(path / "tokenizer_config.json", json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_tokens,
-        "eos_token": protocol.STOP_TOKEN, "pad_token": "<|endoftext|>", "unk_token": "<unk>",
-        "clean_up_tokenization_spaces": False,
-    }, indent=1))
+    runs.write_atomic(
+        path / "tokenizer_config.json",
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": max_tokens,
+                "eos_token": protocol.STOP_TOKEN,
+                "pad_token": "<|endoftext|>",
+                "unk_token": "<unk>",
+                "clean_up_tokenization_spaces": False,
+            },
+            indent=1,
+        ),
+    )

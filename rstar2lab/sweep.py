@@ -1,9 +1,9 @@
 """A sweep is a grid over one parameterized notebook, executed by papermill.
 
-Points run in parallel processes, two at a time on two cores: a nano run keeps one core busy. A finished
-point is skipped, an unfinished one resumes from its checkpoint, so a sweep can be killed at any time
-and started again with the same command. Parameters that the notebook does not declare are refused
-before anything runs.
+Points run in parallel processes, two at a time on two cores: a nano run keeps one core busy. A
+finished point is skipped, an unfinished one resumes from its checkpoint, so a sweep can be killed
+at any time and started again with the same command. Parameters that the notebook does not declare
+are refused before anything runs.
 """
 
 import ctypes
@@ -57,13 +57,24 @@ class Point:
 
     def notebook_parameters(self) -> dict:
         return {
-            "config": self.config, "arm": self.arm, "seed": self.seed, "folder": self.folder,
-            "cold_start_dir": self.cold_start_dir, "settings": list(self.settings),
+            "config": self.config,
+            "arm": self.arm,
+            "seed": self.seed,
+            "folder": self.folder,
+            "cold_start_dir": self.cold_start_dir,
+            "settings": list(self.settings),
         } | self.parameters
 
 
-def grid(config: str, arms: Sequence[str], seeds: Sequence[int], out: str | Path, *,
-         settings: Sequence[str] = (), parameters: dict | None = None) -> list[Point]:
+def grid(
+    config: str,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    out: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    parameters: dict | None = None,
+) -> list[Point]:
     """All points, seeds first: the first seed of every arm is complete before the second starts.
 
     Raises:
@@ -71,9 +82,17 @@ def grid(config: str, arms: Sequence[str], seeds: Sequence[int], out: str | Path
     """
     out = Path(out)
     points = [
-        Point(arm, seed, str(config), str(out / f"{arm}-s{seed}"), str(out.parent / "cold_start"),
-              tuple(settings), dict(parameters or {}))
-        for seed in seeds for arm in arms
+        Point(
+            arm,
+            seed,
+            str(config),
+            str(out / f"{arm}-s{seed}"),
+            str(out.parent / "cold_start"),
+            tuple(settings),
+            dict(parameters or {}),
+        )
+        for seed in seeds
+        for arm in arms
     ]
     for point in points[: len(arms)]:
         point.load_config()
@@ -97,9 +116,14 @@ def check_parameters(template: str | Path, parameters: dict) -> None:
         )
 
 
-def run(points: Sequence[Point], *, jobs: int = 2, template: str | Path = TEMPLATE,
-        report: Callable[[Point, int, int], None] | None = None) -> None:
-    """Execute the points that are not done. `report` receives (point, step, steps) about twice a second.
+def run(
+    points: Sequence[Point],
+    *,
+    jobs: int = 2,
+    template: str | Path = TEMPLATE,
+    report: Callable[[Point, int, int], None] | None = None,
+) -> None:
+    """Execute the points that are not done. `report` receives (point, step, steps).
 
     Raises:
         SweepError: an undeclared parameter, or points that failed (the others have finished).
@@ -129,7 +153,9 @@ def run(points: Sequence[Point], *, jobs: int = 2, template: str | Path = TEMPLA
         _stop(running)
     if failed:
         causes = "\n".join(f"  {point.name}: {cause}" for point, cause in failed)
-        raise SweepError(f"{len(failed)} of {len(points)} points failed and are not done:\n{causes}")
+        raise SweepError(
+            f"{len(failed)} of {len(points)} points failed and are not done:\n{causes}"
+        )
 
 
 def _key(point: Point) -> Point:
@@ -143,8 +169,11 @@ def _start(point: Point, template: str | Path) -> subprocess.Popen:
     task = json.dumps({"point": asdict(point), "template": str(template), "parent": os.getpid()})
     with open(folder / "run.log", "ab") as log:
         return subprocess.Popen(
-            (sys.executable, "-m", "rstar2lab.sweep", task), stdin=subprocess.DEVNULL,
-            stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            (sys.executable, "-m", "rstar2lab.sweep", task),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
 
@@ -177,8 +206,13 @@ def execute_point(point: Point, template: str | Path) -> None:
     import papermill
 
     papermill.execute_notebook(
-        str(template), str(Path(point.folder) / "run.ipynb"), point.notebook_parameters(),
-        progress_bar=False, cwd=os.getcwd(), autosave_cell_every=0, kernel_name="python3",
+        str(template),
+        str(Path(point.folder) / "run.ipynb"),
+        point.notebook_parameters(),
+        progress_bar=False,
+        cwd=os.getcwd(),
+        autosave_cell_every=0,
+        kernel_name="python3",
     )
 
 

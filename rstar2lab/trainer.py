@@ -1,10 +1,10 @@
 """One training run: sample → verify → select → update → sync → log → save.
 
-Every random number depends on (seed, step, purpose) alone, so a run that was killed and resumed from
-its last checkpoint writes the same metrics as one that was left alone, but for the `seconds_*` keys.
+Every random number depends on (seed, step, purpose) alone, so a run that was killed and resumed
+from its last checkpoint writes the same metrics as one that was left alone, but for the `seconds_*`
+keys.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ import numpy as np
 import pandas as pd
 
 from . import config as cfg
-from . import evaluate, grpo, protocol, roc, runs, sft
-from . import rollout as rollouts
-from .engines.torch_engine import TorchEngine
+from . import evaluate, grpo, roc, runs, sft
 from .learner import LocalLearner, Sample, UpdateStats
-from .nano import model, tasks
-from .nano.tokenizer import FileTokenizer
-from .sandbox import Limits, Sandbox
+from .nano import model
+from .sandbox import Sandbox
 from .types import Group, Problem, StopReason, Trajectory
+from .workbench import Tick, Workbench
 
 Report = Callable[[dict], None]
 _PURPOSES = {"prompts": 1, "selection": 2, "minibatches": 3}
-_MAX_PARITY = 1e-3  # nats between engine and learner; more means a mask, shift or temperature is off
+_MAX_PARITY = (
+    1e-3  # nats between engine and learner; more means a mask, shift or temperature is off
+)
 
 
 class TrainingError(RuntimeError):
@@ -111,28 +111,41 @@ def selection_metrics(selected: Sequence[Selected]) -> dict[str, float]:
     kept = sum(len(s.samples) for s in selected)
     voided = sum(t.stop is StopReason.VOID for s in selected for t in s.group.trajectories)
     voided_trained = sum(
-        t.stop is StopReason.VOID for s in selected if s.status == "trained"
+        t.stop is StopReason.VOID
+        for s in selected
+        if s.status == "trained"
         for t in s.group.trajectories
     )
     return {
-        "groups_trained": groups["trained"], "groups_rejected": groups["rejected"],
-        "groups_too_small": groups["too_small"], "voided": voided,
-        "trajectories_sampled": sum(sizes.values()), "trajectories_kept": kept,
+        "groups_trained": groups["trained"],
+        "groups_rejected": groups["rejected"],
+        "groups_too_small": groups["too_small"],
+        "voided": voided,
+        "trajectories_sampled": sum(sizes.values()),
+        "trajectories_kept": kept,
         "trajectories_not_selected": sizes["trained"] - voided_trained - kept,
     }
 
 
 class Trainer:
-    """Owns the actors of one run. `report` receives every metric row; `tick` every finished rollout."""
+    """One run. `report` receives every metric row, `tick` every finished rollout."""
 
-    def __init__(self, config: cfg.Config, folder: str | Path, *, arm: str, model_path: Path,
-                 command: str | None = None, report: Report | None = None,
-                 tick: Callable[[str, int, int], None] | None = None):
+    def __init__(
+        self,
+        config: cfg.Config,
+        folder: str | Path,
+        *,
+        arm: str,
+        model_path: Path,
+        command: str | None = None,
+        report: Report | None = None,
+        tick: Tick | None = None,
+    ):
         self.config, self.arm = config, arm
         self.folder = runs.RunFolder(folder)
         self._model_path, self._command = Path(model_path), command or runs.command_line()
         self._report = report or (lambda row: None)
-        self._tick = tick or (lambda part, done, total: None)
+        self._tick, self._bench = tick, None
 
     def run(self, *, resume: bool = False) -> None:
         """Train to the last step, from the newest checkpoint if `resume`.
@@ -144,7 +157,10 @@ class Trainer:
         if resume and self.folder.is_done:
             return
         self.folder.open(
-            cfg.to_json(self.config), command=self._command, scale=self.config.run.scale, resume=resume
+            cfg.to_json(self.config),
+            command=self._command,
+            scale=self.config.run.scale,
+            resume=resume,
         )
         try:
             self._prepare()
@@ -156,40 +172,21 @@ class Trainer:
         import torch
 
         torch.set_num_threads(1)  # steps are small: a second thread costs more than it gives
-        config, limits = self.config, self.config.sandbox
-        net = model.load(self._model_path)
-        self._learner = LocalLearner(net, config.optimizer, config.loss, config.rollout.temperature)
+        config = self.config
+        self._bench = Workbench(config, self._model_path, self._tick)
+        self._learner = LocalLearner(
+            self._bench.net, config.optimizer, config.loss, config.rollout.temperature
+        )
         self._step = 0
         if state := self.folder.load_checkpoint():
             self._learner.load_state_dict(state)
             self._step = state["step"]
+            self._bench.update_weights(self._step, self._learner.model.state_dict())
         self.folder.keep_rows_up_to(self._step)
-        self._sandbox = Sandbox(
-            workers=limits.workers, require_level=limits.require_level, limits=Limits(
-                cpu_seconds=limits.cpu_seconds, wall_seconds=limits.wall_seconds,
-                memory_mb=limits.memory_mb, output_chars=limits.output_chars,
-            ),
-        ) if config.chat.tools else None
-        engine = TorchEngine(
-            net.config, net.state_dict(), kv_tokens=config.engine.kv_tokens,
-            max_tokens=config.model.max_tokens, tool_steps=config.engine.tool_steps,
-        )
-        self._actors = rollouts.Actors(
-            engine, self._sandbox, FileTokenizer(self._model_path / "tokenizer.json"),
-            protocol.chat_format(
-                config.chat.style, tools=config.chat.tools, response_chars=config.chat.response_chars
-            ),
-        )
-        self._train = tasks.problems(config.problems.train, seed=config.problems.seed, held_out=False)
-        self._held_out = tasks.problems(
-            config.problems.held_out, seed=config.problems.seed, held_out=True
-        )
 
     def _release(self) -> None:
-        if getattr(self, "_sandbox", None) is not None:
-            self._sandbox.close()
-        if hasattr(self, "_actors"):
-            self._actors.engine.close()
+        if self._bench is not None:
+            self._bench.close()
         self.folder.close()
 
     def _loop(self) -> None:
@@ -205,8 +202,17 @@ class Trainer:
             self._log(row)
             if last or self._step % every == 0:
                 self.folder.save_checkpoint(self._step, self._learner.state_dict())
+        sandbox = self._bench.sandbox
         self.folder.merge_parts()
-        self.folder.mark_done({"steps": self.config.run.steps, "arm": self.arm})
+        model.save(self._learner.model, self._model_path, self.folder.path / "model")
+        self.folder.mark_done(
+            {
+                "steps": self.config.run.steps,
+                "arm": self.arm,
+                "sandbox_level": sandbox.level if sandbox is not None else "no sandbox",
+            }
+        )
+        self.folder.remove_checkpoints()
 
     def _log(self, row: dict) -> None:
         row = {key: _plain(value) for key, value in row.items()}
@@ -216,39 +222,18 @@ class Trainer:
     def _rng(self, purpose: str, step: int) -> np.random.Generator:
         return np.random.default_rng([self.config.run.seed, step, _PURPOSES[purpose]])
 
-    def _settings(self, key: str, temperature: float) -> rollouts.RolloutSettings:
-        chat, rollout = self.config.chat, self.config.rollout
-        return rollouts.RolloutSettings(
-            max_turns=chat.max_turns, max_calls_per_turn=chat.max_calls_per_turn,
-            max_response_tokens=rollout.max_response_tokens, temperature=temperature,
-            top_p=rollout.top_p, seed_key=f"{self.config.run.seed}/{key}",
-        )
-
     def _prompts(self, step: int) -> list[Problem]:
-        """The step's problems: epochs of one permutation each, without repetition inside an epoch."""
+        """The step's problems: one permutation per epoch, no repetition inside it."""
         count = self.config.rollout.prompts_per_step
-        per_epoch = len(self._train) // count
-        epoch, place = divmod(step - 1, per_epoch)
-        order = self._rng("prompts", epoch).permutation(len(self._train))
-        return [self._train[i] for i in order[place * count : (place + 1) * count]]
-
-    def _counted(self, part: str, total: int) -> Callable[[Trajectory], None]:
-        done = 0
-
-        def on_done(_: Trajectory) -> None:
-            nonlocal done
-            done += 1
-            self._tick(part, done, total)
-
-        return on_done
+        pool = self._bench.train_problems
+        epoch, place = divmod(step - 1, len(pool) // count)
+        order = self._rng("prompts", epoch).permutation(len(pool))
+        return [pool[i] for i in order[place * count : (place + 1) * count]]
 
     def _train_step(self, step: int) -> dict:
         config, started = self.config, time.monotonic()
         problems, n = self._prompts(step), config.rollout.samples_per_prompt
-        groups = asyncio.run(rollouts.rollout_groups(
-            problems, n, self._actors, self._settings(f"train/{step}", config.rollout.temperature),
-            self._counted("rollout", len(problems) * n),
-        ))
+        groups = self._bench.rollout(problems, n, f"train/{step}")
         sampled = time.monotonic()
         trajectories = [t for group in groups for t in group.trajectories]
         self._check_voids(trajectories)
@@ -260,9 +245,12 @@ class Trainer:
         self._record(step, selected)
         results = [result for t in trajectories for _, result in t.outcomes]
         return (
-            {"step": step, "stage": 1} | rollout_metrics(trajectories)
-            | rollout_metrics([s.trajectory for s in samples], "kept_") | selection_metrics(selected)
-            | update | {
+            {"step": step, "stage": 1}
+            | rollout_metrics(trajectories)
+            | rollout_metrics([s.trajectory for s in samples], "kept_")
+            | selection_metrics(selected)
+            | update
+            | {
                 "seconds_rollout": sampled - started,
                 "seconds_tools": sum(r.seconds + r.queue_seconds for r in results),
                 "seconds_learner": learned - sampled,
@@ -277,12 +265,12 @@ class Trainer:
                 t.reason for t in void if t.reason
             }
             raise TrainingError(
-                f"{len(void)} of {len(trajectories)} trajectories are void (limit {limit:.1%}): the "
-                f"code environment or the verifier failed; first causes: {sorted(causes)[:3]}"
+                f"{len(void)} of {len(trajectories)} trajectories are void (limit {limit:.1%}): "
+                f"the code environment or the verifier failed; first causes: {sorted(causes)[:3]}"
             )
 
     def _update(self, samples: list[Sample], step: int) -> dict:
-        """Train on the kept samples and send the weights to the engine; nothing to train is no update."""
+        """Train on the kept samples and send the weights to the engine, if there are any."""
         if not samples:
             return {"trained_tokens": 0, "updates": 0}
         stats: UpdateStats = self._learner.update(samples, self._rng("minibatches", step))
@@ -291,23 +279,21 @@ class Trainer:
                 f"step {step}: engine and learner log-probs differ by {stats.parity:.2e} nats "
                 f"(limit {_MAX_PARITY}); the two no longer run the same model"
             )
-        asyncio.run(
-            self._actors.engine.update_weights(step, self._learner.model.state_dict())
-        )
+        self._bench.update_weights(step, self._learner.model.state_dict())
         return {
-            "loss": stats.loss, "clip_fraction": stats.clip_fraction, "ratio_mean": stats.ratio_mean,
-            "ratio_max": stats.ratio_max, "gradient_norm": stats.gradient_norm,
-            "engine_learner_gap": stats.parity, "updates": stats.updates,
+            "loss": stats.loss,
+            "clip_fraction": stats.clip_fraction,
+            "ratio_mean": stats.ratio_mean,
+            "ratio_max": stats.ratio_max,
+            "gradient_norm": stats.gradient_norm,
+            "engine_learner_gap": stats.parity,
+            "updates": stats.updates,
             "trained_tokens": stats.trained_tokens,
         }
 
     def _evaluate(self, step: int) -> dict:
-        settings, started = self.config.evaluation, time.monotonic()
-        rows = evaluate.evaluate(
-            self._held_out, settings.samples, self._actors,
-            self._settings("evaluation", settings.temperature), step=step,
-            on_done=self._counted("evaluation", len(self._held_out) * settings.samples),
-        )
+        started = time.monotonic()
+        rows = self._bench.evaluate(step)
         self.folder.write_part("eval", step, rows)
         return evaluate.summarize(rows) | {"seconds_evaluation": time.monotonic() - started}
 
@@ -317,10 +303,16 @@ class Trainer:
             return
         rows = [
             runs.trajectory_row(
-                t, question=s.group.problem.question, answer=s.group.problem.answer, step=step,
-                arm=self.arm, penalty=float(s.penalties_N[i]), kept=bool(i in s.kept),
+                t,
+                question=s.group.problem.question,
+                answer=s.group.problem.answer,
+                step=step,
+                arm=self.arm,
+                penalty=float(s.penalties_N[i]),
+                kept=bool(i in s.kept),
             )
-            for s in selected[: records.trajectory_groups] for i, t in enumerate(s.group.trajectories)
+            for s in selected[: records.trajectory_groups]
+            for i, t in enumerate(s.group.trajectories)
         ]
         if rows:
             self.folder.write_part("trajectories", step, pd.DataFrame(rows))
@@ -333,20 +325,35 @@ def _plain(value):
     return value.item() if isinstance(value, np.generic) else value
 
 
-def train_arm(config: cfg.Config, folder: str | Path, *, arm: str, cold_start_dir: str | Path,
-              resume: bool = False, report: Report | None = None,
-              tick: Callable[[str, int, int], None] | None = None,
-              cold_start_report: Report | None = None) -> Path:
-    """Cold start (cached) and train: what the sweep's notebook and `rstar2lab train` call."""
-    path = config.model.source
-    if path == "cold_start":
-        path = make_cold_start(config, cold_start_dir, cold_start_report)
-    trainer = Trainer(config, folder, arm=arm, model_path=Path(path), report=report, tick=tick)
+def train_arm(
+    config: cfg.Config,
+    folder: str | Path,
+    *,
+    arm: str,
+    cold_start_dir: str | Path,
+    resume: bool = False,
+    report: Report | None = None,
+) -> Path:
+    """Cold start (cached) and train: what the sweep's notebook calls. Returns the run folder."""
+    path = initial_model(config, cold_start_dir)
+    trainer = Trainer(config, folder, arm=arm, model_path=path, report=report)
     trainer.run(resume=resume)
     return trainer.folder.path
 
 
-def make_cold_start(config: cfg.Config, out: str | Path, report: Report | None = None) -> Path:
-    """The cold-started checkpoint of a configuration, trained if it isn't there yet."""
-    with Sandbox(workers=config.sandbox.workers, require_level=config.sandbox.require_level) as sandbox:
-        return sft.cold_start(config, out, sandbox.run_many, progress=report)
+def initial_model(
+    config: cfg.Config, cold_start_dir: str | Path, report: Report | None = None
+) -> Path:
+    """The checkpoint a run starts from: `model.source`, or the cold start, trained if need be."""
+    if config.model.source != "cold_start":
+        return Path(config.model.source)
+    if (found := sft.cached(config, cold_start_dir)) is not None:
+        return found
+    with Sandbox(workers=config.sandbox.workers) as sandbox:
+        return sft.cold_start(config, cold_start_dir, sandbox.run_many, progress=report)
+
+
+def evaluate_checkpoint(config: cfg.Config, path: str | Path) -> pd.DataFrame:
+    """Evaluation rows of a checkpoint under a configuration."""
+    with Workbench(config, path) as bench:
+        return bench.evaluate(0)

@@ -1,9 +1,9 @@
 """The nouns of the kit, all frozen.
 
-Array axes, used in names everywhere: `P` problems, `N` rollouts sampled per problem (the paper's 2G),
-`G` rollouts kept per problem, `B` sequences, `T` tokens, `V` vocabulary.
-A *rollout* is the act, a *trajectory* the record. Status is born in the sandbox and stays an enum up to
-the selection: nothing in the kit infers failure from text.
+Array axes, used in names everywhere: `P` problems, `N` rollouts sampled per problem (the paper's
+2G), `G` rollouts kept per problem, `B` sequences, `T` tokens, `V` vocabulary. A *rollout* is the
+act, a *trajectory* the record. Status is born in the sandbox and stays an enum up to the selection:
+nothing in the kit infers failure from text.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class ToolStatus(Enum):
-    """Outcome of one tool call (§2.1). Only `OK` is a success; `SERVICE_FAILURE` is nobody's error."""
+    """Outcome of one tool call (§2.1). Only `OK` succeeds; `SERVICE_FAILURE` is no one's error."""
 
     OK = "OK"
     ERROR = "ERROR"  # the program raised, or ended with a nonzero exit code
@@ -121,7 +121,9 @@ class Trajectory:
     weight_version: int = 0
 
     def __post_init__(self):
-        lengths = {name: len(getattr(self, name)) for name in ("response_ids", "loss_mask", "logprobs")}
+        lengths = {
+            name: len(getattr(self, name)) for name in ("response_ids", "loss_mask", "logprobs")
+        }
         if self.entropies is not None:
             lengths["entropies"] = len(self.entropies)
         if len(set(lengths.values())) > 1:

@@ -1,7 +1,7 @@
 """Inference engines behind one protocol: scripted (tests), torch (CPU or one GPU).
 
-`generate` takes and returns token ids. Sampling settings are immutable and travel with each call; the
-log-probs are those of the sampling distribution, after temperature and top-p.
+`generate` takes and returns token ids. Sampling settings are immutable and travel with each call;
+the log-probs are those of the sampling distribution, after temperature and top-p.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -61,7 +61,7 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """What a rollout needs of an engine. One `request_id` is one trajectory: its turns share a cache."""
+    """What a rollout needs of an engine. One `request_id` is one trajectory."""
 
     async def generate(self, request_id: str, token_ids, sampling: Sampling) -> Completion: ...
 
@@ -75,7 +75,7 @@ class Engine(Protocol):
 
     async def deliver(self, result: Awaitable[Result]) -> Result:
         """Await a tool's result. A deterministic engine hands it over at a fixed decoding step, so
-        that the composition of its batches, hence every bit, does not depend on the tool's speed."""
+        that its batches, hence every bit, do not depend on the tool's speed."""
         ...
 
     def close(self) -> None: ...

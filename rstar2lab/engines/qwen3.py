@@ -28,9 +28,12 @@ class Shape:
     def of(cls, config) -> "Shape":
         """From a transformers `Qwen3Config`."""
         return cls(
-            layers=config.num_hidden_layers, width=config.hidden_size,
-            heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
-            head_width=config.head_dim, norm_eps=config.rms_norm_eps,
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_width=config.head_dim,
+            norm_eps=config.rms_norm_eps,
             rope_base=float(config.rope_parameters["rope_theta"]),
         )
 
@@ -95,16 +98,18 @@ class Qwen3:
         self.layers = []
         for number in range(self.shape.layers):
             at = f"model.layers.{number}"
-            self.layers.append(_Layer(
-                norm=get(f"{at}.input_layernorm.weight").clone(),
-                qkv=fused(f"{at}.self_attn", "q k v"),
-                q_norm=get(f"{at}.self_attn.q_norm.weight").clone(),
-                k_norm=get(f"{at}.self_attn.k_norm.weight").clone(),
-                out=get(f"{at}.self_attn.o_proj.weight").clone(),
-                mlp_norm=get(f"{at}.post_attention_layernorm.weight").clone(),
-                gate_up=fused(f"{at}.mlp", "gate up"),
-                down=get(f"{at}.mlp.down_proj.weight").clone(),
-            ))
+            self.layers.append(
+                _Layer(
+                    norm=get(f"{at}.input_layernorm.weight").clone(),
+                    qkv=fused(f"{at}.self_attn", "q k v"),
+                    q_norm=get(f"{at}.self_attn.q_norm.weight").clone(),
+                    k_norm=get(f"{at}.self_attn.k_norm.weight").clone(),
+                    out=get(f"{at}.self_attn.o_proj.weight").clone(),
+                    mlp_norm=get(f"{at}.post_attention_layernorm.weight").clone(),
+                    gate_up=fused(f"{at}.mlp", "gate up"),
+                    down=get(f"{at}.mlp.down_proj.weight").clone(),
+                )
+            )
         self.norm = get("model.norm.weight").clone()
         self.embedding = get("model.embed_tokens.weight").clone()
         self.head = get("lm_head.weight").clone() if "lm_head.weight" in tensors else self.embedding
@@ -114,8 +119,14 @@ class Qwen3:
         turned = torch.cat((-x[..., half:], x[..., :half]), -1)
         return x * cos + turned * sin
 
-    def forward(self, ids_RS: Tensor, positions_RS: Tensor, valid_RS: Tensor | None,
-                cache: KvCache, first_row: int) -> Tensor:
+    def forward(
+        self,
+        ids_RS: Tensor,
+        positions_RS: Tensor,
+        valid_RS: Tensor | None,
+        cache: KvCache,
+        first_row: int,
+    ) -> Tensor:
         """Hidden states `[R, S, width]` of rows `first_row …`; their keys and values are stored.
 
         Padded tokens (`valid_RS` False) leave no trace in the cache.
@@ -124,7 +135,9 @@ class Qwen3:
         window = slice(first_row, first_row + rows)
         length = int(positions_RS.max()) + 1
         reach = torch.arange(length, device=ids_RS.device)
-        mask = torch.zeros((rows, 1, steps, length), dtype=self.embedding.dtype, device=ids_RS.device)
+        mask = torch.zeros(
+            (rows, 1, steps, length), dtype=self.embedding.dtype, device=ids_RS.device
+        )
         mask.masked_fill_(reach > positions_RS[:, None, :, None], float("-inf"))
         cos, sin = self._cos[positions_RS][:, None], self._sin[positions_RS][:, None]
         if valid_RS is None:

@@ -1,4 +1,4 @@
-"""An engine that plays back given texts: the whole rollout loop in milliseconds, without a model."""
+"""An engine that plays back given tokens: the rollout loop in milliseconds, no model."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -10,8 +10,8 @@ from . import Completion, EngineLoad, KvCapacity, Result, Sampling
 class ScriptedEngine:
     """Turn k of a request answers with script line k; log-probs are -0.5, entropies 0.25.
 
-    `script` maps a request id to its lines (token id lists, stop token included). A line longer than
-    `max_new_tokens` is cut and finishes with "length", as a real engine would.
+    `script` maps a request id to its lines (token id lists, stop token included). A line longer
+    than `max_new_tokens` is cut and finishes with "length", as a real engine would.
     """
 
     def __init__(self, script: Callable[[str], Sequence[Sequence[int]]]):
@@ -28,9 +28,12 @@ class ScriptedEngine:
         ids = np.asarray(line[: sampling.max_new_tokens], np.int32)
         stopped = len(ids) == len(line) and len(ids) > 0 and int(ids[-1]) in sampling.stop_ids
         return Completion(
-            token_ids=ids, logprobs=np.full(len(ids), -0.5, np.float32),
+            token_ids=ids,
+            logprobs=np.full(len(ids), -0.5, np.float32),
             entropies=np.full(len(ids), 0.25, np.float32) if sampling.entropies else None,
-            finish="stop" if stopped else "length", weight_version=self._version, cached_tokens=0,
+            finish="stop" if stopped else "length",
+            weight_version=self._version,
+            cached_tokens=0,
         )
 
     def capacity(self) -> KvCapacity:

@@ -1,12 +1,12 @@
 """Continuous batching for Qwen3 in plain torch, on a CPU or one GPU.
 
 Requests join and leave between decoding steps. Rows stay packed, so a step costs what its running
-rows cost. KV capacity is counted in blocks; when it is full, saved prefixes go first, then the newest
-request is preempted and later recomputed. Sampling uses one counter-based random stream per request,
-so a token depends on (seed, position), not on the company it was sampled in.
+rows cost. KV capacity is counted in blocks; when it is full, saved prefixes go first, then the
+newest request is preempted and later recomputed. Sampling uses one counter-based random stream per
+request, so a token depends on (seed, position), not on the company it was sampled in.
 
-Reproducible to the bit: a tool's result enters at a fixed decoding step (`deliver`), so the batches,
-hence the rounding, are the same however fast the tool was.
+Reproducible to the bit: a tool's result enters at a fixed decoding step (`deliver`), so the
+batches, hence the rounding, are the same however fast the tool was.
 """
 
 import asyncio
@@ -54,7 +54,9 @@ def uniforms(seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     """One number in [0, 1) per row, a hash of (seed, position): the splitmix64 finalizer."""
     with np.errstate(over="ignore"):
         x = seeds_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) + positions_B.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        x = (x ^ (x >> np.uint64(30))) + positions_B.astype(np.uint64) * np.uint64(
+            0xD1B54A32D192ED03
+        )
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
@@ -83,7 +85,7 @@ def sampling_logprobs(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor)
 
 
 def draw(logprobs_BV: Tensor, uniforms_B: np.ndarray) -> Tensor:
-    """Invert the cumulative distribution at `uniforms_B`; never returns a token of probability 0."""
+    """Invert the cumulative distribution; never returns a token of probability 0."""
     cumulative = logprobs_BV.double().exp().cumsum(-1)
     target = torch.from_numpy(uniforms_B).to(cumulative.device) * cumulative[:, -1]
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_max(
@@ -98,8 +100,18 @@ class TorchEngine:
     tool_steps: decoding steps after which a tool's result is delivered.
     """
 
-    def __init__(self, config, tensors: Mapping[str, Tensor], *, kv_tokens: int, max_tokens: int,
-                 max_sequences: int = 256, tool_steps: int = 8, block: int = 16, device="cpu"):
+    def __init__(
+        self,
+        config,
+        tensors: Mapping[str, Tensor],
+        *,
+        kv_tokens: int,
+        max_tokens: int,
+        max_sequences: int = 256,
+        tool_steps: int = 8,
+        block: int = 16,
+        device="cpu",
+    ):
         shape = Shape.of(config)
         self._model = Qwen3(shape, {k: v.to(device) for k, v in tensors.items()}, max_tokens)
         self._cache = KvCache(shape, max_sequences, max_tokens, device)
@@ -154,8 +166,10 @@ class TorchEngine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            running=len(self._running), waiting=len(self._waiting),
-            used_tokens=self._used_blocks() * self._capacity.block, preemptions=self._preemptions,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            used_tokens=self._used_blocks() * self._capacity.block,
+            preemptions=self._preemptions,
         )
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -171,7 +185,7 @@ class TorchEngine:
         """End the request's completion now; it returns what it has with finish "abort"."""
         for request in [r for r in self._waiting if r.id == request_id]:
             self._waiting.remove(request)
-            self._complete(request, request.tokens[request.prompt_length:], "abort")
+            self._complete(request, request.tokens[request.prompt_length :], "abort")
         for row in [i for i, r in enumerate(self._running) if r.id == request_id][::-1]:
             self._finish_row(row, "abort")
         self._saved.pop(request_id, None)
@@ -221,7 +235,7 @@ class TorchEngine:
             self.close()
 
     async def _deliver_due(self) -> bool:
-        """Open the gates whose step has come. With nothing to decode, time jumps to the next one."""
+        """Open the gates whose step has come; with nothing to decode, time jumps to it."""
         if self._due and not (self._running or self._waiting):
             self.step = max(self.step, min(due for due, _, _ in self._due))
         ready = [entry for entry in self._due if entry[0] <= self.step]
@@ -312,12 +326,17 @@ class TorchEngine:
             return
         offsets_RS = np.arange(widest)[None]
         valid_RS = offsets_RS < counts_R[:, None]
-        positions_RS = starts_R[:, None] + np.minimum(offsets_RS, np.maximum(counts_R[:, None] - 1, 0))
+        positions_RS = starts_R[:, None] + np.minimum(
+            offsets_RS, np.maximum(counts_R[:, None] - 1, 0)
+        )
         rows = np.arange(first, first + len(starts_R))[:, None]
         ids_RS = self._tokens[rows, positions_RS].astype(np.int64)
         self._model.forward(
-            torch.from_numpy(ids_RS).to(self._device), torch.from_numpy(positions_RS).to(self._device),
-            torch.from_numpy(valid_RS).to(self._device), self._cache, first,
+            torch.from_numpy(ids_RS).to(self._device),
+            torch.from_numpy(positions_RS).to(self._device),
+            torch.from_numpy(valid_RS).to(self._device),
+            self._cache,
+            first,
         )
 
     @torch.inference_mode()
@@ -372,8 +391,16 @@ class TorchEngine:
         last = len(self._running) - 1
         if row != last:
             self._cache.move(last, row, int(self._lengths[last]) - 1)
-            for array in (self._tokens, self._logprobs, self._entropies, self._lengths, self._limits,
-                          self._seeds, self._temperatures, self._top_ps):
+            for array in (
+                self._tokens,
+                self._logprobs,
+                self._entropies,
+                self._lengths,
+                self._limits,
+                self._seeds,
+                self._temperatures,
+                self._top_ps,
+            ):
                 array[row] = array[last]
             self._running[row] = self._running[last]
         self._running.pop()
@@ -381,9 +408,15 @@ class TorchEngine:
     def _complete(self, request: _Request, token_ids, finish) -> None:
         if request.future.done():
             return
-        request.future.set_result(Completion(
-            token_ids=np.asarray(token_ids, np.int32).copy(),
-            logprobs=np.asarray(request.logprobs, np.float32),
-            entropies=np.asarray(request.entropies, np.float32) if request.sampling.entropies else None,
-            finish=finish, weight_version=self._version, cached_tokens=request.cached_tokens,
-        ))
+        request.future.set_result(
+            Completion(
+                token_ids=np.asarray(token_ids, np.int32).copy(),
+                logprobs=np.asarray(request.logprobs, np.float32),
+                entropies=np.asarray(request.entropies, np.float32)
+                if request.sampling.entropies
+                else None,
+                finish=finish,
+                weight_version=self._version,
+                cached_tokens=request.cached_tokens,
+            )
+        )

@@ -1,1 +1,1 @@
-"""A world small enough to train on two CPU cores: tasks, cold-start corpus, tokenizer, Qwen3 model."""
+"""A world small enough for two CPU cores: tasks, cold-start corpus, tokenizer, model."""

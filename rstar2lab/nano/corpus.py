@@ -1,9 +1,10 @@
 """Non-reasoning cold-start dialogues: format, protocol, operand copying, coding idioms, recovery.
 
-The plan of each dialogue is drawn at random and the final answer is whatever the tool printed, right
-or wrong. So imitation teaches how to talk to the tool, and *not* which plan solves which problem:
-that is left to reinforcement learning, as in §4.1 of the paper. About a third of the dialogues start
-with a failing call and recover, which is the environment noise that GRPO-RoC is about.
+The plan of each dialogue is drawn at random and the final answer is whatever the tool printed,
+right or wrong. So imitation teaches how to talk to the tool, and *not* which plan solves which
+problem: that is left to reinforcement learning, as in §4.1 of the paper. About a third of the
+dialogues start with a failing call and recover, which is the environment noise that GRPO-RoC is
+about.
 
 Programs are executed for real by the `execute` function that the caller passes in.
 """
@@ -50,7 +51,7 @@ BAD_CALLS = ("paren", "name", "variable", "quotes", "silent", "import", "helper"
 
 @dataclass(frozen=True)
 class CorpusRates:
-    """Probabilities of the corpus. The retry rate decides how cheap a failure is (see `nano.toml`)."""
+    """Probabilities of the corpus. `bad_retry` decides how cheap a failure is."""
 
     no_tool: float = 0.20
     right_plan_easy: float = 0.30
@@ -100,7 +101,9 @@ def good_code(rng: np.random.Generator, family: Family, operands: Operands, plan
     return "\n".join(lines)
 
 
-def bad_code(rng: np.random.Generator, family: Family, operands: Operands, plan: int) -> tuple[str, bool]:
+def bad_code(
+    rng: np.random.Generator, family: Family, operands: Operands, plan: int
+) -> tuple[str, bool]:
     """A program with one natural slip, and whether the slip breaks the JSON of the call."""
     kind = _pick(rng, BAD_CALLS)
     expression = family.expression(operands, plan)
@@ -119,7 +122,9 @@ def bad_code(rng: np.random.Generator, family: Family, operands: Operands, plan:
     return code, kind == "quotes"
 
 
-def _draw_calls(rng, rates: CorpusRates, family: Family, operands: Operands, plan: int) -> list[Call]:
+def _draw_calls(
+    rng, rates: CorpusRates, family: Family, operands: Operands, plan: int
+) -> list[Call]:
     """Calls until one works, then perhaps verification calls."""
     calls, thought, bad_rate = [], _pick(rng, OPENERS), rates.bad_first_call
     while rng.random() < bad_rate:
@@ -159,7 +164,9 @@ def draw_dialogue(rng: np.random.Generator, rates: CorpusRates) -> Dialogue:
         value = str(eval(expression, {"math": math}))  # noqa: S307  our own expression
         return Dialogue(question, (), f"I compute {expression} by hand.", value, False)
     calls = tuple(_draw_calls(rng, rates, family, operands, plan))
-    return Dialogue(question, calls, _pick(rng, CONCLUSIONS), "", rng.random() < rates.second_answer)
+    return Dialogue(
+        question, calls, _pick(rng, CONCLUSIONS), "", rng.random() < rates.second_answer
+    )
 
 
 def _call_text(call: Call) -> str:
@@ -199,6 +206,8 @@ def build(count: int, *, seed: int, rates: CorpusRates, execute: Execute) -> lis
     programs = [call.code for d in dialogues for call in d.calls if not call.broken]
     results = iter(execute(programs))
     return [
-        replace(d, calls=tuple(c if c.broken else replace(c, result=next(results)) for c in d.calls))
+        replace(
+            d, calls=tuple(c if c.broken else replace(c, result=next(results)) for c in d.calls)
+        )
         for d in dialogues
     ]

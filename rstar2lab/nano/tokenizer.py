@@ -1,8 +1,8 @@
 """A closed vocabulary for the nano world: words, ASCII characters, two-digit number chunks.
 
 Single digits would learn the format perfectly and never copy an operand; two-digit chunks copy.
-Every tag of the protocol is one special token, and so are the fixed JSON before and after the code of
-a call, so that a dialogue has about 90 tokens. The result is a plain `tokenizers` file, which
+Every tag of the protocol is one special token, and so are the fixed JSON before and after the code
+of a call, so that a dialogue has about 90 tokens. The result is a plain `tokenizers` file, which
 transformers and vLLM load as it is.
 """
 
@@ -19,14 +19,24 @@ from .. import protocol
 _CODE = "CODE"
 _BEFORE_CODE, _AFTER_CODE = protocol.render_call(_CODE).split(_CODE)
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", protocol.STOP_TOKEN,
-    "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n",
-    "<reason>", "</reason>", "<answer>", "</answer>", "<tool_call>", "</tool_call>",
-    "<tool_response>", "</tool_response>", _BEFORE_CODE, _AFTER_CODE,
+    "<|endoftext|>",
+    "<|im_start|>",
+    protocol.STOP_TOKEN,
+    "<|im_start|>system\n",
+    "<|im_start|>user\n",
+    "<|im_start|>assistant\n",
+    "<reason>",
+    "</reason>",
+    "<answer>",
+    "</answer>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    _BEFORE_CODE,
+    _AFTER_CODE,
 )
-_SPLIT = (
-    r"\\boxed\{|\\n| = | ?[A-Za-z_]+(?:\.[A-Za-z_]+)*\(?|[0-9]{1,2}|\*\*|==|//|.|\n"
-)
+_SPLIT = r"\\boxed\{|\\n| = | ?[A-Za-z_]+(?:\.[A-Za-z_]+)*\(?|[0-9]{1,2}|\*\*|==|//|.|\n"
 _CHARACTERS = [c for c in string.printable if c not in "\t\r\x0b\x0c"]
 
 
@@ -34,15 +44,23 @@ def train(texts: Iterable[str], *, min_count: int = 10) -> Tokenizer:
     """Vocabulary: special tokens, ASCII, numbers 0–99 and 00–09, words seen `min_count` times."""
     specials = re.compile("|".join(re.escape(t) for t in sorted(SPECIAL_TOKENS, key=len)[::-1]))
     counts = Counter(
-        piece for text in texts for part in specials.split(text) for piece in re.findall(_SPLIT, part)
+        piece
+        for text in texts
+        for part in specials.split(text)
+        for piece in re.findall(_SPLIT, part)
     )
     chunks = [f"{n:02d}" for n in range(100)]
     words = sorted(w for w, n in counts.items() if n >= min_count and w.isascii())
     pieces = dict.fromkeys([*SPECIAL_TOKENS, "<unk>", *_CHARACTERS, *chunks, *words])
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordPiece(
-        vocabulary, unk_token="<unk>", continuing_subword_prefix="", max_input_chars_per_word=100_000
-    ))
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            vocabulary,
+            unk_token="<unk>",
+            continuing_subword_prefix="",
+            max_input_chars_per_word=100_000,
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(
@@ -52,7 +70,7 @@ def train(texts: Iterable[str], *, min_count: int = 10) -> Tokenizer:
 
 
 class FileTokenizer:
-    """The kit's `protocol.Tokenizer` over a `tokenizer.json`: nano's, or any Hugging Face model's."""
+    """The kit's `protocol.Tokenizer` over a `tokenizer.json`: nano's, or any other."""
 
     def __init__(self, path: str | Path, stop_token: str = protocol.STOP_TOKEN):
         self.path = Path(path)

@@ -10,9 +10,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rstar2lab.sandbox import kernel, seccomp
 from rstar2lab.sandbox.cgroup import Cgroup
@@ -92,7 +93,6 @@ class ProcessJail:
     capabilities: int = 0
     base_bytes: int = 0
     filter: bytes | None = None
-    ruleset: int | None = None
 
     def set_up(self) -> None:
         """Prepare the slot. Raises: OSError when the level cannot be reached."""
@@ -114,13 +114,6 @@ class ProcessJail:
         abi = seccomp.landlock_abi()
         if abi < 1 or (abi < 6 and self.user is None):
             raise OSError(errno.ENOSYS, f"Landlock version {abi} does not scope signals")
-        self._build_ruleset()
-
-    def _build_ruleset(self) -> None:
-        if self.ruleset is not None:
-            os.close(self.ruleset)
-        paths = [*_SYSTEM_PATHS, *interpreter_paths(), *self.plan.readable]
-        self.ruleset = seccomp.build_ruleset(paths, self.box)
 
     def _make_box(self) -> None:
         os.mkdir(self.box, 0o700)
@@ -130,6 +123,7 @@ class ProcessJail:
     def confine(self, has_cpu_limit: bool) -> None:
         """In the forked child: limits, own user, filters. There is no way back."""
         os.chdir(self.box)
+        ruleset = self._build_ruleset() if self.plan.level == "L2" else None
         limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
         if self.user is not None:
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
@@ -137,10 +131,16 @@ class ProcessJail:
             kernel.set_capabilities(self.capabilities)
         kernel.die_with_parent()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        if self.ruleset is not None:
-            seccomp.apply_ruleset(self.ruleset)
+        if ruleset is not None:
+            seccomp.apply_ruleset(ruleset)
+            os.close(ruleset)
         if self.filter is not None:
             seccomp.apply_filter(self.filter)
+
+    def _build_ruleset(self) -> int:
+        """Opened while still privileged, anew for each call: rules are bound to the directory."""
+        paths = [*_SYSTEM_PATHS, *interpreter_paths(), *self.plan.readable]
+        return seccomp.build_ruleset(paths, self.box)
 
     def kill_all(self, child: int) -> None:
         """Kill the child's session, and what left it, until no descendant is left."""
@@ -158,8 +158,6 @@ class ProcessJail:
         if os.listdir(self.box) or self.user is None:
             shutil.rmtree(self.box, ignore_errors=True)
             self._make_box()
-            if self.ruleset is not None:  # its rules are bound to the deleted directory
-                self._build_ruleset()
 
     def count_memory_kills(self) -> int:
         """Kills by the kernel for memory: unknown without a cgroup."""
@@ -248,10 +246,10 @@ class NamespaceJail:
     plan: Plan
     box: str = "/tmp"
     user: int = _MAPPED_USER
+    is_own_user: bool = True  # the user of the call is not the slot's
     base_bytes: int = 0
     filter: bytes = b""
     cgroup: Cgroup | None = None
-    outer_ids: tuple[int, int] = field(default_factory=lambda: (os.getuid(), os.getgid()))
 
     def leave_host(self) -> None:
         """In the helper: cgroup and namespaces; the next forked process is process 1.
@@ -263,17 +261,11 @@ class NamespaceJail:
         flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
         flags |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
         if self.plan.has_user_namespace:
-            kernel.unshare(flags | kernel.CLONE_NEWUSER)
-            self._map_user()
+            self.is_own_user = os.getuid() == 0
+            enter_user_namespace(flags)
         else:
             self.user = _OWN_USER_BASE + os.getpid()
             kernel.unshare(flags)
-
-    def _map_user(self) -> None:
-        user, group = self.outer_ids
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{_MAPPED_USER} {user} 1")
-        _write("/proc/self/gid_map", f"{_MAPPED_USER} {group} 1")
 
     def set_up(self) -> None:
         """As process 1: private root, box, host name. Raises: OSError."""
@@ -294,7 +286,7 @@ class NamespaceJail:
         """In the forked child: limits, no privileges, filter. There is no way back."""
         os.chdir(self.box)
         limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
-        if not self.plan.has_user_namespace:
+        if self.is_own_user:
             become_user(self.user)
         kernel.set_capabilities(0)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -320,6 +312,49 @@ class NamespaceJail:
 
     def close(self) -> None:
         """Nothing: the namespaces end with the slot."""
+
+
+def enter_user_namespace(flags: int) -> None:
+    """Enter a new user namespace together with the namespaces of `flags`.
+
+    An ordinary user is mapped to a user that is not 0. Root without the right to unshare alone is
+    mapped to itself, beside a user of its own for the calls, by a process that stays outside.
+    Raises: OSError.
+    """
+    if os.getuid() != 0:
+        user, group = os.getuid(), os.getgid()
+        kernel.unshare(flags | kernel.CLONE_NEWUSER)
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{_MAPPED_USER} {user} 1")
+        _write("/proc/self/gid_map", f"{_MAPPED_USER} {group} 1")
+        return
+    inside, mapper = _fork_mapper(os.getpid())
+    try:
+        kernel.unshare(flags | kernel.CLONE_NEWUSER)
+        inside.sendall(b"1")
+        if inside.recv(1) != b"1":
+            raise OSError(errno.EPERM, "uid_map could not be written from outside")
+    finally:
+        inside.close()
+        os.waitpid(mapper, 0)
+
+
+def _fork_mapper(target: int) -> tuple[socket.socket, int]:
+    """Fork a process that maps the users of process `target` on demand. Returns (socket, pid)."""
+    inside, outside = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        outside.close()
+        return inside, pid
+    try:
+        inside.close()
+        if outside.recv(1):
+            text = f"0 0 1\n{_MAPPED_USER} {_OWN_USER_BASE + target} 1"
+            _write(f"/proc/{target}/uid_map", text)
+            _write(f"/proc/{target}/gid_map", text)
+            outside.sendall(b"1")
+    finally:
+        os._exit(0)
 
 
 def _write(path: str, text: str) -> None:
@@ -389,10 +424,14 @@ def _add_etc(root: str, user: int) -> None:
 
 
 def _mount_proc(target: str) -> None:
-    """A /proc of the own pid namespace; containers with a masked /proc forbid it: then none."""
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    """A /proc of the own pid namespace; containers with a masked /proc forbid it: then none.
+
+    Read-only: kernel settings below /proc/sys belong to the host.
+    """
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
     try:
         kernel.mount("proc", target, "proc", flags, "hidepid=2")
+        kernel.restrict_mount(target, kernel.MOUNT_ATTR_RDONLY)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EINVAL):
             raise

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ class Child:
     pidfd: int
     control: socket.socket
     outputs: dict[int, Capture]
+    is_confined: bool = False
     cpu_before: float = 0.0
 
     def cpu_seconds(self) -> float:
@@ -63,14 +63,30 @@ class Slot:
         self.child: Child | None = None
         self.ended_how = ""
 
+    def prepare(self) -> None:
+        """Fork a child ahead and see that its confinement holds. Raises: OSError if not."""
+        self.child = self._fork_child()
+        self._await_confined()
+
+    def _await_confined(self) -> None:
+        """Read the child's report, once. Raises: OSError when it is not confined."""
+        if not self.child.is_confined:
+            report, _ = wire.receive(self.child.control)
+            if "error" in report:
+                raise OSError(report["error"])
+            self.child.is_confined = True
+
     def serve(self) -> None:
-        """Answer calls until the owner is gone."""
+        """Answer calls until the owner is gone.
+
+        On a failure of its own the slot ends: the owner repeats the call on a new one.
+        """
         try:
             while True:
                 self.child = self.child or self._fork_child()
                 _, descriptors = wire.receive(self.owner)
                 self._answer(descriptors)
-        except (wire.Disconnected, ConnectionError):
+        except OSError:
             pass
         finally:
             if self.child:
@@ -106,13 +122,9 @@ class Slot:
             self.jail.reset_box()
 
     def _hand_over(self, descriptors: list[int]) -> None:
-        """Give the program to the waiting child; a child that died idle is replaced once."""
-        try:
-            wire.send(self.child.control, {}, (), descriptors)
-        except OSError:
-            self._end_child(self.child)
-            self.child = self._fork_child()
-            wire.send(self.child.control, {}, (), descriptors)
+        """Give the program to the waiting child. Raises: OSError when the child is unfit."""
+        self._await_confined()
+        wire.send(self.child.control, {}, (), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self.child.cpu_before = 0.0
@@ -136,7 +148,6 @@ class Slot:
             if any(self._is_flooded(capture) for capture in self.captures):
                 return "output"
             if self.owner.fileno() in events:
-                self._end_child(child)
                 raise wire.Disconnected("the owner left during a call")
             if child.pidfd in events:
                 return "exit"
@@ -245,18 +256,26 @@ def _be_child(slot: Slot, control: socket.socket, writers: list[int]) -> None:
     """In the forked child: confine, wait for a program, run it. Never returns."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
         control = _keep_only(control, writers)
-        slot.jail.confine(has_cpu_limit=not slot.is_session)
+        _confine(slot, control)
         run = _run_session if slot.is_session else _run_once
         code = run(control, slot.errors)
-    except wire.Disconnected:
+    except OSError:  # the slot is gone, or the confinement failed: nothing has run
         pass
-    except BaseException as error:
-        sys.stderr.write(f"sandbox: {type(error).__name__}: {error}\n")
     finally:
         program.finish(code)
+
+
+def _confine(slot: Slot, control: socket.socket) -> None:
+    """Give up everything that the level forbids, and report. Raises: OSError."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        slot.jail.confine(has_cpu_limit=not slot.is_session)
+    except OSError as error:
+        wire.send(control, {"error": str(error)})
+        raise
+    wire.send(control, {})
 
 
 def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:

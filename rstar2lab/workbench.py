@@ -1,0 +1,119 @@
+"""The engine, sandbox, tokenizer and problems that a configuration describes, ready to roll out.
+
+Used by training and by evaluation alike, so that both run the same policy in the same environment.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from . import config as cfg
+from . import evaluate, protocol
+from . import rollout as rollouts
+from .engines.torch_engine import TorchEngine
+from .nano import model, tasks
+from .nano.tokenizer import FileTokenizer
+from .sandbox import Limits, Sandbox
+from .types import Group, Problem
+
+Tick = Callable[[str, int, int], None]  # part, trajectories done, of how many
+
+
+class Workbench:
+    """Owns an engine and a sandbox; a context manager. `net` is the model as loaded."""
+
+    def __init__(self, config: cfg.Config, model_path: str | Path, tick: Tick | None = None):
+        self.config = config
+        self._tick = tick or (lambda part, done, total: None)
+        self.net = model.load(model_path)
+        self.sandbox = _sandbox(config.sandbox) if config.chat.tools else None
+        engine = TorchEngine(
+            self.net.config,
+            self.net.state_dict(),
+            kv_tokens=config.engine.kv_tokens,
+            max_tokens=config.model.max_tokens,
+            tool_steps=config.engine.tool_steps,
+        )
+        chat = protocol.chat_format(
+            config.chat.style, tools=config.chat.tools, response_chars=config.chat.response_chars
+        )
+        tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json")
+        self.actors = rollouts.Actors(engine, self.sandbox, tokenizer, chat)
+        settings = config.problems
+        self.train_problems, self.held_out = (
+            tasks.problems(count, seed=settings.seed, held_out=side)
+            for count, side in ((settings.train, False), (settings.held_out, True))
+        )
+
+    def __enter__(self) -> "Workbench":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.actors.engine.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
+
+    def rollout(self, problems: Sequence[Problem], samples: int, key: str) -> list[Group]:
+        """Scored groups at the training temperature; `key` names the random stream."""
+        return asyncio.run(
+            rollouts.rollout_groups(
+                problems,
+                samples,
+                self.actors,
+                self._settings(key, self.config.rollout.temperature),
+                self._counted("rollout", len(problems) * samples),
+            )
+        )
+
+    def evaluate(self, step: int) -> pd.DataFrame:
+        """Rows of `eval.parquet` on the held-out problems; every step draws the same streams."""
+        settings = self.config.evaluation
+        return evaluate.evaluate(
+            self.held_out,
+            settings.samples,
+            self.actors,
+            self._settings("evaluation", settings.temperature),
+            step=step,
+            on_done=self._counted("evaluation", len(self.held_out) * settings.samples),
+        )
+
+    def update_weights(self, version: int, tensors) -> None:
+        asyncio.run(self.actors.engine.update_weights(version, tensors))
+
+    def _settings(self, key: str, temperature: float) -> rollouts.RolloutSettings:
+        chat, rollout = self.config.chat, self.config.rollout
+        return rollouts.RolloutSettings(
+            max_turns=chat.max_turns,
+            max_calls_per_turn=chat.max_calls_per_turn,
+            max_response_tokens=rollout.max_response_tokens,
+            temperature=temperature,
+            top_p=rollout.top_p,
+            seed_key=f"{self.config.run.seed}/{key}",
+        )
+
+    def _counted(self, part: str, total: int):
+        done = 0
+
+        def on_done(_) -> None:
+            nonlocal done
+            done += 1
+            self._tick(part, done, total)
+
+        return on_done
+
+
+def _sandbox(settings: cfg.SandboxLimits) -> Sandbox:
+    return Sandbox(
+        workers=settings.workers,
+        limits=Limits(
+            cpu_seconds=settings.cpu_seconds,
+            wall_seconds=settings.wall_seconds,
+            memory_mb=settings.memory_mb,
+            output_chars=settings.output_chars,
+        ),
+    )
