@@ -206,10 +206,11 @@ class Config(_Section):
                 f"selector 'all' keeps every rollout: set selection.keep={n} or "
                 f"rollout.samples_per_prompt={keep}"
             )
-        if self.rollout.max_response_tokens >= self.model.max_tokens:
+        response, context = self.rollout.max_response_tokens, self.model.max_tokens
+        if response >= context:
             raise ValueError(
-                f"rollout.max_response_tokens={self.rollout.max_response_tokens} leaves no room for "
-                f"the prompt in model.max_tokens={self.model.max_tokens}; lower it or raise max_tokens"
+                f"rollout.max_response_tokens={response} leaves no room for the prompt in "
+                f"model.max_tokens={context}; lower it or raise max_tokens"
             )
         if self.rollout.prompts_per_step > self.problems.train:
             raise ValueError(

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from tqdm.auto import tqdm
 
 from . import ablation, figures, runs, sweep, trainer
@@ -30,16 +29,11 @@ def run(
     notebooks = run_notebooks(results, out / "notebooks")
     found = ablation.table(final)
     runs.write_atomic(out / "table.csv", found.to_csv(index=False))
-    seeds_text = f"{final.run_seed.nunique()} seed(s), 95 % intervals over seeds"
-    print(
-        f"\nHeld out, end of training, {final.run_seed.nunique() and points[0].load_config().run.scale}, "
-        f"{seeds_text}\n"
-    )
+    scale = points[0].load_config().run.scale
+    print(f"\nHeld out, last step, {scale}, {final.run_seed.nunique()} seed(s), 95 % over seeds\n")
     print(ablation.format_table(found))
-    with pd.option_context("display.max_colwidth", None, "display.width", 200):
-        print(
-            f"\nThe paper's findings here\n\n{ablation.claims(final).round(3).to_string(index=False)}"
-        )
+    claims = ablation.claims(final).round(3).to_string(index=False)
+    print(f"\nThe paper's findings, here\n\n{claims}")
     print(f"\nmade in {(time.monotonic() - started) / 60:.1f} minutes:")
     for path in [out / "table.csv", *drawn, *notebooks, results]:
         print(f"  {path}")
