@@ -55,7 +55,7 @@ def reproduce(
 
 
 def train(
-    arm: str,
+    arm: tyro.conf.Positional[str],
     config: Path = NANO,
     seed: int = 0,
     out: Path | None = None,
@@ -160,7 +160,7 @@ def sweep(
 
 
 def evaluate(
-    model: Path,
+    model: tyro.conf.Positional[Path],
     config: Path = NANO,
     arm: str | None = None,
     samples: int = 4,
@@ -223,11 +223,17 @@ def figures(
         print(path)
 
 
-def doctor() -> None:
-    """Check Python, torch, the sandbox, the verifier, the engine and the optional packages."""
+def doctor(vllm: Path | None = None) -> None:
+    """Check Python, torch, the sandbox, the verifier, the engine and the optional packages.
+
+    Args:
+        vllm: a checkpoint folder: also load it in vLLM and compare log-probs.
+    """
     from . import doctor as checks
 
     found = checks.examine()
+    if vllm is not None:
+        found.append(checks.vllm_check(vllm))
     for check in found:
         print(f"{check.verdict:5} {check.name:16} {check.found}")
     if any(check.verdict == "FAIL" for check in found):

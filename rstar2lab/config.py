@@ -35,10 +35,10 @@ class Model(_Section):
     """A plain Qwen3, no custom code. `source`: "cold_start", or a checkpoint's path."""
 
     source: str = "cold_start"
-    layers: int = Field(3, gt=0)
-    width: int = Field(96, gt=0)
-    heads: int = Field(4, gt=0)
-    kv_heads: int = Field(2, gt=0)
+    layers: int = Field(2, gt=0)
+    width: int = Field(128, gt=0)
+    heads: int = Field(3, gt=0)
+    kv_heads: int = Field(3, gt=0)
     head_width: int = Field(32, gt=0)
     mlp_width: int = Field(256, gt=0)
     rope_base: float = Field(200.0, gt=0, description="small, because the contexts are short")

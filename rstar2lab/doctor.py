@@ -118,6 +118,19 @@ def engine_gap(seed: int = 0) -> float:
     return float(np.abs(chosen - completion.logprobs).max())
 
 
+def vllm_check(model_path) -> Check:
+    """Load a checkpoint in vLLM and compare log-probs with transformers'.
+
+    Raises:
+        extras.MissingExtra: vLLM is not installed.
+    """
+    from .engines.vllm_parity import logprob_gap
+
+    gap, limit = logprob_gap(model_path), 1e-3
+    text = f"vLLM against transformers: max |Δ log-prob| {gap:.1e} nats (limit {limit})"
+    return Check("vllm parity", "ok" if gap < limit else "FAIL", text)
+
+
 def _optional(package: str) -> Callable[[], tuple[Verdict, str]]:
     def check() -> tuple[Verdict, str]:
         if extras.is_installed(package):

@@ -64,8 +64,8 @@ METRIC_LABELS = {
     "eval_mean_response_tokens": "response length (tokens)",
     "tool_error_ratio": "failed calls in\nkept successes (%)",
     "penalty": "penalty of kept\nsuccesses, mean",
-    "success_share": "successes\namong the kept (%)",
-    "token_share": "share of the group's\ntokens trained on (%)",
+    "advantage": "advantage of a\nkept success",
+    "token_share": "tokens of the group\ntrained on (%)",
 }
 PAPER_ERROR_PLATEAU = 0.10  # Fig 4a, naive GRPO on Qwen3-14B-Base, read from the figure
 _PAPER_COLOR = "#333333"
@@ -87,6 +87,9 @@ def style(**settings: object) -> Iterator[None]:
     """The one style of all figures, `settings` on top; rcParams come back as they were."""
     import seaborn
 
+    # A backend starts with the first figure, and the notebook's then turns interactive mode on: it
+    # must be running before the settings are saved, or restoring them turns it off again.
+    plt.draw_if_interactive()
     base = seaborn.axes_style("ticks") | seaborn.plotting_context("paper")
     with mpl.rc_context(base | _HOUSE | settings):
         yield
@@ -155,7 +158,7 @@ def ablation(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray
                 _dots(ax, place + 0.3, rows.value, color)
             else:
                 ax.text(0.03, place, "–", transform=ax.get_yaxis_transform(), va="center")
-        ax.set_xlim(left=0)
+        _from_zero(ax)
     return axes
 
 
@@ -163,8 +166,7 @@ def ablation(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray
 def keep_rates(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
     """How often a success is kept, against its penalty, one line per selector.
 
-    df: columns selector, penalty, rate, low, high (shares of draws); `expected`, if there, is drawn
-    as a cross: the value the draw's definition gives. `named` goes to every line.
+    df: columns selector, penalty, rate, low, high (shares of draws). `named` goes to every line.
     """
     ax = _axes(ax)
     for place, selector in enumerate(dict.fromkeys(df.selector)):
@@ -176,10 +178,6 @@ def keep_rates(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
         }
         ax.plot(rows.penalty, rows.rate, **(look | named))
         ax.fill_between(rows.penalty, rows.low, rows.high, color=color, alpha=0.2, linewidth=0)
-        if "expected" in rows and rows.expected.notna().any():
-            ax.plot(rows.penalty, rows.expected, "x", color="black", markersize=5, zorder=4)
-    if "expected" in df and df.expected.notna().any():
-        ax.plot([], [], "x", color="black", markersize=5, label="exact, by enumeration")
     ax.set(xlabel="penalty p_err + p_format of the success", ylabel="kept (% of draws)")
     ax.set_ylim(-0.03, 1.05)
     ax.yaxis.set_major_formatter(_percent())
@@ -199,7 +197,7 @@ def selectors(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarra
         rows = df[df.metric == metric].set_index("selector")
         for place, name in enumerate(names):
             _interval(ax, place, rows.loc[name], _selector_color(name, place))
-        ax.set_xlim(left=0)
+        _from_zero(ax)
         ax.set_title(f"{_count(rows.n)} groups", fontsize="x-small", loc="right")
     return axes
 
@@ -295,6 +293,11 @@ def _selector_color(name: str, place: int) -> str:
 def _percent() -> FuncFormatter:
     """Ticks of a share in [0, 1], in percent; the sign is in the axis label."""
     return FuncFormatter(lambda share, _: f"{100 * share:.4g}")
+
+
+def _from_zero(ax: Axes) -> None:
+    """The value axis from 0, with room for the marker at its far end."""
+    ax.set_xlim(0, 1.04 * ax.get_xlim()[1])
 
 
 def _interval(ax: Axes, place: float, row: Mapping, color: str) -> None:

@@ -121,6 +121,7 @@ class ParsedTurn:
 
 
 _TAG = re.compile(r"<(reason|tool_call|answer)>")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, no file or tokenizer takes it
 
 
 def _closing(text: str, tag: str, start: int) -> int:
@@ -178,6 +179,8 @@ def parse_call(raw: str) -> ToolCall:
             problem = 'argument "code" must be a string'
         elif not isinstance(arguments.get("input", ""), str):
             problem = 'argument "input" must be a string'
+        elif _SURROGATE.search(f"{name}{arguments['code']}{arguments.get('input', '')}"):
+            problem, name = "invalid Unicode: a lone surrogate escape", None
     if problem:
         return ToolCall(name, None, raw=raw, malformed=problem)
     return ToolCall(name, arguments["code"], arguments.get("input", ""), raw=raw)
@@ -189,10 +192,10 @@ def _json_kind(value) -> str:
 
 
 def render_call(code: str, stdin: str = "", name: str = TOOL_NAME) -> str:
-    """A well-formed call, as a model should write it."""
+    """A well-formed call, as a model should write it. A closing tag in the program is escaped."""
     arguments = {"code": code, "input": stdin}
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>{body}</tool_call>"
+    return f"<tool_call>{body.replace('</', '<\\/')}</tool_call>"
 
 
 _FAILURES = {

@@ -136,7 +136,7 @@ def run(
     check_parameters(template, waiting[0].notebook_parameters())
     running: dict[subprocess.Popen, Point] = {}
     failed: list[tuple[Point, str]] = []
-    steps = {point: point.load_config().run.steps for point in dict.fromkeys(map(_key, waiting))}
+    steps = {_key(point): point.load_config().run.steps for point in waiting}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -158,9 +158,9 @@ def run(
         )
 
 
-def _key(point: Point) -> Point:
+def _key(point: Point) -> tuple[str, str, tuple[str, ...]]:
     """Points of one arm have one number of steps."""
-    return Point(point.arm, 0, point.config, "", "", point.settings)
+    return point.config, point.arm, point.settings
 
 
 def _start(point: Point, template: str | Path) -> subprocess.Popen:

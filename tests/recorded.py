@@ -36,7 +36,9 @@ def recorded_trajectory(problem_id: str, sample: int, rng: np.random.Generator) 
     )
 
 
-def write_recorded_run(folder: str | Path, *, groups: int = 12, size: int = 16, seed: int = 0) -> Path:
+def write_recorded_run(
+    folder: str | Path, *, groups: int = 12, size: int = 16, seed: int = 0
+) -> Path:
     """A run folder with `trajectories.parquet` and `provenance.json`, as the trainer leaves it."""
     rng, rows = np.random.default_rng(seed), []
     for number in range(groups):

@@ -44,13 +44,12 @@ def runs_frame():
     return pd.DataFrame(rows)
 
 
-def keep_frame(with_expected=True):
-    df = pd.DataFrame({
+def keep_frame():
+    return pd.DataFrame({
         "selector": ["roc_paper"] * 2 + ["mine"] * 2, "penalty": [0.0, 0.5] * 2,
         "rate": [0.9, 0.2, 0.5, 0.5], "low": [0.88, 0.18, 0.48, 0.48],
         "high": [0.92, 0.22, 0.52, 0.52],
     })
-    return df.assign(expected=[0.9, 0.21, math.nan, math.nan]) if with_expected else df
 
 
 def selector_frame():
@@ -104,7 +103,7 @@ def test_axes_given_are_the_axes_drawn_on():
     figure, (left, right) = plt.subplots(1, 2)
     curve = stats.seed_curve(runs_frame(), METRICS[0])
     assert plots.curve(curve, left, metric_label="accuracy") is left
-    assert plots.keep_rates(keep_frame(with_expected=False), right) is right
+    assert plots.keep_rates(keep_frame(), right) is right
     assert list(plots.selectors(selector_frame(), figure.axes)) == [left, right]
     with pytest.raises(ValueError, match="2 metrics but 1 axes"):
         plots.selectors(selector_frame(), [left])
@@ -134,7 +133,7 @@ def test_keywords_reach_every_line():
     drawn = [
         plots.curve(df, metric_label="errors", linewidth=7),
         plots.tool_errors_when_correct(df, paper=False, linewidth=7),
-        plots.keep_rates(keep_frame(with_expected=False), linewidth=7),
+        plots.keep_rates(keep_frame(), linewidth=7),
     ]
     for ax in drawn:
         widths = [line.get_linewidth() for line in ax.get_lines()]

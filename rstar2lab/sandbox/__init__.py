@@ -1,7 +1,9 @@
 """The code environment: run programs written by a model, isolated, many per second (§2.1, §3.1).
 
-`from rstar2lab.sandbox import Sandbox, Limits, detect_level, LEVELS`. Names are loaded on first use,
-so that the worker processes, which import this package too, stay small and cheap to fork.
+`from rstar2lab.sandbox import Sandbox, Limits, detect_level, LEVELS`. Names are loaded on first
+use, so that the worker processes, which import this package too, stay small and cheap to fork.
+Reading order: `levels` (promises), `service` (owner), `template` and `slot` (workers), `program`
+(the child), `jail`, `seccomp`, `cgroup`, `kernel` (confinement), `wire` and `capture` (transport).
 """
 
 from importlib import import_module

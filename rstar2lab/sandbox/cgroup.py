@@ -6,11 +6,13 @@ calls enter once; the directories are removed by the template when the slot is g
 
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rstar2lab.sandbox.levels import Limits
 
 _ROOT = "/sys/fs/cgroup"
+_PREFIX = "rstar2lab-"
 _SLACK_MB = 64  # the slot's own pages and page tables, beyond the limit and the private directory
 
 
@@ -45,7 +47,7 @@ class Cgroup:
 
 def _create(made: list[str], memory: int, tasks: int) -> int:
     own = _own_groups()
-    name = f"rstar2lab-{os.getpid()}-{os.urandom(4).hex()}"
+    name = f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     if "memory" in own and "pids" in own:
         return _create_v1(own, name, made, memory, tasks)
     if "" in own:
@@ -94,7 +96,18 @@ def _write(path: str, value: int) -> None:
         file.write(str(value))
 
 
-def remove(directories: list[str]) -> None:
+def sweep() -> None:
+    """Remove what a template killed without warning left: empty directories of dead processes."""
+    for parent in set(_own_groups().values()):
+        try:
+            names = [name for name in os.listdir(parent) if name.startswith(_PREFIX)]
+        except OSError:
+            continue
+        dead = [name for name in names if not os.path.exists(f"/proc/{name.split('-')[1]}")]
+        remove([f"{parent}/{name}" for name in dead])
+
+
+def remove(directories: Iterable[str]) -> None:
     """Remove empty cgroup directories; one still in use is left."""
     for directory in directories:
         try:

@@ -21,7 +21,10 @@ CAP_DAC_READ_SEARCH = 2
 MADV_COLLAPSE = 25
 
 MACHINE = platform.machine() if sys.platform == "linux" else ""
-_NUMBERS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+_NUMBERS = {
+    "x86_64": {"pivot_root": 155, "capset": 126},
+    "aarch64": {"pivot_root": 41, "capset": 91},
+}
 _MOUNT_SETATTR = 442  # the same on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -69,8 +72,15 @@ def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     name = ctypes.c_char_p(os.fsencode(target))
-    syscall(_MOUNT_SETATTR, AT_FDCWD, name, flags, ctypes.byref(request), ctypes.sizeof(request),
-            what=f"mount_setattr({target})")
+    syscall(
+        _MOUNT_SETATTR,
+        AT_FDCWD,
+        name,
+        flags,
+        ctypes.byref(request),
+        ctypes.sizeof(request),
+        what=f"mount_setattr({target})",
+    )
 
 
 def pivot_root(directory: str) -> None:

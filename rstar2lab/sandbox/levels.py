@@ -76,7 +76,7 @@ LEVELS: dict[str, Level] = {
         "L4",
         "namespaces, private root, seccomp, and a memory and pids cgroup",
         "L3 and a writable memory and pids cgroup",
-        _BASE_STOPS + _FILTER_STOPS + _PATH_STOPS + _NAMESPACE_STOPS + ("total memory of the call",),
+        _BASE_STOPS + _FILTER_STOPS + _PATH_STOPS + _NAMESPACE_STOPS + ("total memory of a call",),
         (_KERNEL_BUGS, "timing and cache side channels"),
     ),
     "L3": Level(
@@ -98,7 +98,12 @@ LEVELS: dict[str, Level] = {
         "seccomp, no-new-privs and rlimits",
         "seccomp",
         _BASE_STOPS + _FILTER_STOPS,
-        ("reading files of the host", "signals to processes of the same user", _TOTAL_MEMORY),
+        (
+            "reading files of the host, and writing where every user may write, such as /tmp",
+            "signals to processes of the same user",
+            _TOTAL_MEMORY,
+            _KERNEL_BUGS,
+        ),
     ),
     "L0": Level(
         "L0",

@@ -45,7 +45,7 @@ def _line_writer(descriptor: int) -> io.TextIOWrapper:
 
 
 def fresh_main() -> dict:
-    """A new, empty `__main__`; the worker's own modules leave sys.modules. Returns its namespace."""
+    """A new, empty `__main__`, returned as its namespace; the worker's modules are forgotten."""
     module = types.ModuleType("__main__")
     module.__builtins__ = builtins
     for name in [name for name in sys.modules if name.split(".")[0] == "rstar2lab"]:
@@ -137,11 +137,11 @@ class Runner:
         return _with_line(message, *place) if place else message
 
     def _innermost(self, error: BaseException) -> tuple[int, str] | None:
+        """Line number and text of the program's own line nearest to the error."""
         frames = traceback.walk_tb(error.__traceback__)
-        places = [(f.f_code.co_filename, n) for f, n in frames if f.f_code.co_filename in self.names]
-        if not places:
-            return None
-        return places[-1][1], linecache.getline(*places[-1])
+        places = [(frame.f_code.co_filename, line) for frame, line in frames]
+        own = [place for place in places if place[0] in self.names]
+        return (own[-1][1], linecache.getline(*own[-1])) if own else None
 
     def _traceback(self, error: BaseException) -> str:
         report = traceback.TracebackException.from_exception(error)

@@ -61,7 +61,7 @@ class Slot:
         self.errors, self.is_session = errors, is_session
         self.captures = [Capture(limits.output_chars, tail) for tail in (False, True)]
         self.child: Child | None = None
-        self.ended_how = ""
+        self.done: dict = {}
 
     def prepare(self) -> None:
         """Fork a child ahead and see that its confinement holds. Raises: OSError if not."""
@@ -103,7 +103,7 @@ class Slot:
         for reader, writer in pipes:
             os.close(writer)
             os.set_blocking(reader, False)
-        outputs = {reader: capture for (reader, _), capture in zip(pipes, self.captures, strict=True)}
+        outputs = dict(zip((reader for reader, _ in pipes), self.captures, strict=True))
         return Child(pid, os.pidfd_open(pid), control, outputs)
 
     def _answer(self, descriptors: list[int]) -> None:
@@ -131,7 +131,7 @@ class Slot:
         self.child.cpu_before = self.child.cpu_seconds()
 
     def _watch(self, started: float) -> str:
-        """Wait for the end of the call. Returns why it ended: exit, done, timeout, output, owner."""
+        """Wait for the end of the call. Returns why it ended: exit, done, timeout or output."""
         child, poller = self.child, select.poll()
         for descriptor in (child.pidfd, self.owner.fileno(), *child.outputs):
             poller.register(descriptor, select.POLLIN)

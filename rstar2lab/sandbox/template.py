@@ -86,6 +86,7 @@ class Template:
     def serve(self) -> None:
         """Start, then answer until the owner is gone; then leave nothing behind."""
         try:
+            cgroup.sweep()
             failures = preload(self.settings.preload)
             wire.send(self.control, self._find_level() | {"preload_failures": failures})
             while self._wait():
@@ -192,6 +193,7 @@ class Template:
     def _end_slots(self) -> None:
         for record in self.records.values():
             self._bury(record)
+        cgroup.sweep()
 
 
 def _reap(pid: int) -> None:

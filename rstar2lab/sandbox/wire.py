@@ -18,7 +18,12 @@ class Disconnected(ConnectionError):
     """The other side is gone, or sent no complete frame."""
 
 
-def send(sock: socket.socket, header: dict, blobs: Iterable = (), descriptors: Iterable = ()) -> None:
+def send(
+    sock: socket.socket,
+    header: dict,
+    blobs: Iterable[memoryview] = (),
+    descriptors: Iterable[int] = (),
+) -> None:
     """Send one frame. Raises: OSError when the other side is gone."""
     text = json.dumps(header).encode()
     head = _PREFIX.pack(len(text)) + text
