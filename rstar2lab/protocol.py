@@ -195,7 +195,8 @@ def render_call(code: str, stdin: str = "", name: str = TOOL_NAME) -> str:
     """A well-formed call, as a model should write it. A closing tag in the program is escaped."""
     arguments = {"code": code, "input": stdin}
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>{body.replace('</', '<\\/')}</tool_call>"
+    body = body.replace("</", "<\\/")
+    return f"<tool_call>{body}</tool_call>"
 
 
 _FAILURES = {

@@ -12,15 +12,21 @@ PACKAGE = Path(__file__).parents[1] / "rstar2lab"
 
 # From the bottom up. A name is a module, or a package with all its modules.
 LAYERS = {
-    "words": ["types", "config"],
+    "words": ["types", "config", "extras"],
     "protocol": ["protocol"],
     "pure": ["rewards", "roc", "grpo", "entropy", "stats", "data", "filters"],
     "owners": [
         *["sandbox", "engines", "scheduler", "learner", "muon", "verifier", "loaders"],
         *["runs", "nano"],
     ],
-    "loops": ["rollout", "evaluate", "sft", "trainer", "sweep", "ablation", "cluster"],
-    "views": ["plots", "microscope", "live", "cli"],
+    "loops": [
+        *["rollout", "evaluate", "workbench", "sft", "trainer"],
+        *["sweep", "ablation", "cluster"],
+    ],
+    "views": [
+        *["plots", "figures", "notebook", "microscope", "live", "doctor"],
+        *["reproduction", "cli"],
+    ],
 }
 RANK = {unit: rank for rank, units in enumerate(LAYERS.values()) for unit in units}
 
