@@ -44,23 +44,11 @@ def final_rows(path: str | Path) -> pd.DataFrame:
 
 def table(final: pd.DataFrame) -> pd.DataFrame:
     """One row per arm and measure: mean and 95 % interval over seeds, n seeds."""
-    rows = []
-    for arm in [a for a in ARMS if a in set(final.arm)]:
-        for column, name in MEASURES.items():
-            values = final[final.arm == arm][column].dropna().to_numpy(float)
-            if len(values):
-                found = stats.t_interval(values)
-                rows.append(
-                    {
-                        "arm": arm,
-                        "measure": name,
-                        "mean": found.mean,
-                        "low": found.low,
-                        "high": found.high,
-                        "n": found.n,
-                    }
-                )
-    return pd.DataFrame(rows)
+    seeds = stats.seed_table(final, list(MEASURES)).drop_duplicates(["metric", "arm"])
+    found = seeds.assign(measure=seeds.metric.map(MEASURES))
+    order = found.arm.map({arm: place for place, arm in enumerate(ARMS)})
+    found = found.assign(order=order).sort_values("order", kind="stable")
+    return found[["arm", "measure", "mean", "low", "high", "n"]].reset_index(drop=True)
 
 
 def paired(final: pd.DataFrame, column: str, first: str, second: str) -> stats.Interval | None:

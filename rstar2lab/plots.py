@@ -62,6 +62,9 @@ METRIC_LABELS = {
     "eval_accuracy": "held-out accuracy (%)",
     "eval_tool_error_rate_when_correct": "failed calls in correct\ntrajectories (%)",
     "eval_mean_response_tokens": "response length (tokens)",
+    "eval_mean_response_tokens_when_correct": "length of correct\nresponses (tokens)",
+    "eval_calls_per_trajectory": "calls per trajectory",
+    "eval_truncated_rate": "truncated (%)",
     "tool_error_ratio": "failed calls in\nkept successes (%)",
     "penalty": "penalty of kept\nsuccesses, mean",
     "advantage": "advantage of a\nkept success",
@@ -136,7 +139,8 @@ def tool_errors_when_correct(
         top = max(top, PAPER_ERROR_PLATEAU)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_ROUND))
     ax.yaxis.set_major_formatter(_percent())
-    ax.set_ylim(0, 1.05 * top)
+    is_shared = len(ax.get_shared_y_axes().get_siblings(ax)) > 1
+    ax.set_ylim(0, max(1.05 * top, ax.get_ylim()[1] if is_shared else 0))
     return ax
 
 

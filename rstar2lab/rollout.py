@@ -7,6 +7,8 @@ ends. The response budget counts model and tool tokens together.
 
 import asyncio
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -78,10 +80,14 @@ class _Tape:
 async def rollout(
     problem: Problem, sample: int, actors: Actors, settings: RolloutSettings
 ) -> Trajectory:
-    """One trajectory, unscored. Every end has a `StopReason`; nothing is dropped."""
+    """One trajectory, unscored. Every end has a `StopReason`; nothing is dropped.
+
+    A service that fails (a dead sandbox, an engine's timeout) voids this trajectory only. Raises:
+        engines.EngineError: the request cannot fit, however often it is tried.
+    """
     request_id = f"{settings.seed_key}/{problem.id}/{sample}"
     prompt_ids = actors.tokenizer.encode(actors.chat.prompt(problem.question))
-    tape, turns, version = _Tape(prompt_ids), [], 0
+    tape, turns, version, reason = _Tape(prompt_ids), [], 0, None
     seed = trajectory_seed(settings.seed_key, problem.id, sample)
     stop = None
     try:
@@ -114,6 +120,8 @@ async def rollout(
                 )
             turns.append(turn)
             tape.add_tool(turn.result_token_ids.tolist())
+    except OSError as failure:  # timeouts and lost connections; anything else is a bug, and raises
+        stop, reason = StopReason.VOID, f"void: {failure!r}"
     finally:
         await actors.engine.abort(request_id)  # frees the trajectory's cache
     return Trajectory(
@@ -126,6 +134,7 @@ async def rollout(
         entropies=np.asarray(tape.entropies, np.float32),
         turns=tuple(turns),
         stop=stop,
+        reason=reason,
         weight_version=version,
     )
 
@@ -178,8 +187,17 @@ async def _execute(calls: list[ToolCall], actors: Actors) -> list[ToolResult]:
         elif call.name not in actors.chat.tool_names:
             results.append(ToolResult(ToolStatus.UNKNOWN_TOOL, stderr=f"unknown tool: {call.name}"))
         else:
-            results.append(await actors.sandbox.arun(call.code, call.stdin))
+            results.append(await _run(actors.sandbox, call))
     return results
+
+
+async def _run(sandbox: CodeEnvironment, call: ToolCall) -> ToolResult:
+    """One execution. An environment that raises has failed; that is never the program's error."""
+    try:
+        return await sandbox.arun(call.code, call.stdin)
+    except Exception as error:  # the boundary to the environment: recorded, and the rollout is void
+        logging.getLogger(__name__).warning("the code environment raised", exc_info=True)
+        return ToolResult(ToolStatus.SERVICE_FAILURE, stderr=f"{type(error).__name__}: {error}")
 
 
 def score(trajectory: Trajectory, problem: Problem, check=None) -> Trajectory:
@@ -191,7 +209,7 @@ def score(trajectory: Trajectory, problem: Problem, check=None) -> Trajectory:
         rewards.ServiceFailure: the verifier could not answer; the caller voids the trajectory.
     """
     if trajectory.stop is StopReason.VOID:
-        return replace(trajectory, reward=None, reason="void")
+        return replace(trajectory, reward=None, reason=trajectory.reason or "void")
     if trajectory.stop in (StopReason.LENGTH, StopReason.CONTEXT):
         return replace(trajectory, reward=0.0, reason="truncated")
     written = "\n".join(turn.text for turn in trajectory.turns)
@@ -214,16 +232,23 @@ async def rollout_groups(
     settings: RolloutSettings,
     on_done: Callable[[Trajectory], None] | None = None,
 ) -> list[Group]:
-    """`samples` scored trajectories per problem, all at once, in the order of the problems."""
+    """`samples` scored trajectories per problem, all at once, in the order of the problems.
 
-    async def one(problem: Problem, sample: int) -> Trajectory:
-        trajectory = score_or_void(await rollout(problem, sample, actors, settings), problem)
+    A problem that comes twice gets two groups, each with its own random streams.
+    """
+
+    async def one(problem: Problem, sample: int, own: RolloutSettings) -> Trajectory:
+        trajectory = score_or_void(await rollout(problem, sample, actors, own), problem)
         if on_done is not None:
             on_done(trajectory)
         return trajectory
 
-    problems = list(problems)
-    done = await asyncio.gather(*(one(p, s) for p in problems for s in range(samples)))
+    problems, seen, keyed = list(problems), Counter(), []
+    for problem in problems:
+        copy = f"#{seen[problem.id]}" if seen[problem.id] else ""
+        keyed.append((problem, replace(settings, seed_key=settings.seed_key + copy)))
+        seen[problem.id] += 1
+    done = await asyncio.gather(*(one(p, s, own) for p, own in keyed for s in range(samples)))
     return [
         Group(problem, tuple(done[i * samples : (i + 1) * samples]))
         for i, problem in enumerate(problems)

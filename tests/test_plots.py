@@ -156,6 +156,14 @@ def test_shares_are_shown_in_percent():
     assert "%" in ax.get_ylabel() and ax.yaxis.get_major_formatter()(0.15, 0) == "15"
 
 
+def test_two_panels_that_share_an_axis_show_both_curves():
+    df = stats.seed_curve(runs_frame(), METRICS[1])
+    _, (left, right) = plt.subplots(1, 2, sharey=True)
+    plots.tool_errors_when_correct(df.assign(high=0.8), left)
+    plots.tool_errors_when_correct(df.assign(high=0.2), right)
+    assert left.get_ylim() == right.get_ylim() == (0, pytest.approx(0.84))
+
+
 def test_a_single_seed_is_drawn_without_a_band():
     one = runs_frame().query("run_seed == 0")
     ax = plots.curve(stats.seed_curve(one, METRICS[0]), metric_label="accuracy")
@@ -217,6 +225,14 @@ def test_seed_table_takes_the_last_value_of_every_run():
     roc = found[(found.arm == "grpo_roc") & (found.metric == METRICS[0])]
     assert list(roc.value) == pytest.approx([0.4, 0.42])
     assert list(roc["mean"]) == pytest.approx([0.41, 0.41]) and set(roc.n) == {2}
+
+
+def test_interval_table_has_one_interval_for_every_combination():
+    df = pd.DataFrame({"a": ["x", "x", "y", "y"], "b": [0, 0, 0, 0], "v": [1, 1, 3, None]})
+    found = stats.interval_table(df, ["a", "b"], "v", rng=np.random.default_rng(0))
+    assert list(found.columns) == ["a", "b", "mean", "low", "high", "n"]
+    assert found.a.tolist() == ["x", "y"] and found["mean"].tolist() == [1, 3]
+    assert found.n.tolist() == [2, 1] and found.low[0] == 1 and math.isnan(found.low[1])
 
 
 def test_tables_refuse_doubled_runs_and_missing_columns():

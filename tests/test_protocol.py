@@ -11,12 +11,15 @@ from rstar2lab.protocol import parse_turn, render_call, response_text
 from rstar2lab.types import ToolCall, ToolResult, ToolStatus
 
 NAME = "execute_python_code_with_standard_io"
-CALL = '<tool_call>{"name": "%s", "arguments": {"code": "print(1)", "input": ""}}</tool_call>' % NAME
+CALL = (
+    f'<tool_call>{{"name": "{NAME}", "arguments": {{"code": "print(1)", "input": ""}}}}</tool_call>'
+)
 ANSWER = r"<answer>\boxed{42}</answer>"
 TAGS = [
     "<reason>", "</reason>", "<answer>", "</answer>", "<tool_call>", "</tool_call>",
     "<tool_response>", "</tool_response>", "<|im_start|>", "<|im_end|>", "<|endoftext|>",
-    "<|im_start|>assistant\n", "<|im_start|>user\n", r"\boxed{", '"', "\\", "\n", "é", "𝛑", "{", "}",
+    "<|im_start|>assistant\n", "<|im_start|>user\n", r"\boxed{", '"', "\\", "\n", "é", "𝛑",
+    "{", "}",
 ]  # fmt: skip
 texts_of_tags = st.lists(st.one_of(st.sampled_from(TAGS), st.text(max_size=5))).map("".join)
 
@@ -155,9 +158,9 @@ def test_a_rendered_call_reads_back_whatever_the_program_holds(code, stdin):
 
 def test_a_rendered_call_has_the_paper_s_shape():
     assert render_call("print(1)") == CALL
-    assert json.loads(render_call('print("ä")\n', "5")[len("<tool_call>") : -len("</tool_call>")]) == {
-        "name": NAME, "arguments": {"code": 'print("ä")\n', "input": "5"}
-    }  # fmt: skip
+    body = render_call('print("ä")\n', "5").removeprefix("<tool_call>").removesuffix("</tool_call>")
+    arguments = {"code": 'print("ä")\n', "input": "5"}
+    assert json.loads(body) == {"name": NAME, "arguments": arguments}
 
 
 # --- what the model reads of a result ---------------------------------------------------------

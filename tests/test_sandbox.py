@@ -605,6 +605,13 @@ def test_a_session_that_ended_says_so_and_starts_clean(sandbox, end):
         assert session.run("import os; 'x' in globals(), os.listdir('.')").stdout == "(False, [])\n"
 
 
+def test_a_session_that_forges_its_answer_harms_only_itself(sandbox):
+    with sandbox.session() as session:
+        forged = session.run("import os, time\nos.write(3, b'nonsense' * 9)\ntime.sleep(9)")
+        assert forged.status is ToolStatus.ERROR and forged.seconds < 0.9
+    assert sandbox.run("1 + 1").stdout == "2\n"
+
+
 def test_an_open_session_blocks_no_worker():
     with Sandbox(1, SHORT) as sandbox, sandbox.session() as first, sandbox.session() as second:
         first.run("x = 1")
@@ -694,6 +701,12 @@ def test_import_is_light_and_start_is_quick():
         with Sandbox(2, SHORT):
             starts.append(time.monotonic() - started)
     assert min(starts) < 2.0  # 0.2 s on a quiet machine
+
+
+def test_a_preload_that_fails_warns():
+    with pytest.warns(RuntimeWarning, match="no_such_module: ModuleNotFoundError"):
+        with Sandbox(1, SHORT, preload=("math", "no_such_module")) as sandbox:
+            assert sandbox.run("1").stdout == "1\n"
 
 
 def test_preloaded_numpy_is_fast_reseeded_and_single_threaded():

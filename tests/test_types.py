@@ -101,8 +101,9 @@ def test_only_a_scored_trajectory_with_a_reward_is_correct():
 
 
 def test_the_nouns_are_frozen():
-    for noun, field in ((Problem("p", "q", "1"), "answer"), (CALL, "code"), (turn(), "text"),
-                        (ToolResult(ToolStatus.OK), "stdout"), (trajectory(), "reward")):  # fmt: skip
+    nouns = {"answer": Problem("p", "q", "1"), "code": CALL, "text": turn(),
+             "stdout": ToolResult(ToolStatus.OK), "reward": trajectory()}  # fmt: skip
+    for field, noun in nouns.items():
         with pytest.raises(FrozenInstanceError):
             setattr(noun, field, None)
     assert replace(trajectory(), reward=1.0).is_correct

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rstar2lab.sandbox import kernel, seccomp
 from rstar2lab.sandbox.cgroup import Cgroup
@@ -22,6 +22,8 @@ from rstar2lab.sandbox.levels import Limits
 _OWN_USER_BASE = 1_000_000  # user ids of slots that root starts; the slot's pid is added
 _MAPPED_USER = 1000  # the name of the owner inside a user namespace; not 0: exec must not regain
 _BOX_INODES = 8192
+_REPORT_BYTES = 16 * 2**20
+_MOST_DESCRIPTORS = 256
 _SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache",
                  "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")  # fmt: skip
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -37,6 +39,7 @@ class Plan:
     readable: tuple[str, ...] = ()
     temporary: str = "/tmp"
     has_user_namespace: bool = False
+    is_session: bool = False
 
 
 def interpreter_paths() -> list[str]:
@@ -56,25 +59,31 @@ def outermost(paths: list[str]) -> list[str]:
     return kept
 
 
-def limit_resources(limits: Limits, base_bytes: int, has_cpu_limit: bool) -> None:
-    """Set the rlimits of a call. The soft memory limit leaves room to report a MemoryError."""
-    memory = base_bytes + limits.memory_mb * 2**20
-    _lower(resource.RLIMIT_AS, memory, memory + 16 * 2**20)
-    _lower(resource.RLIMIT_FSIZE, limits.file_mb * 2**20)
-    _lower(resource.RLIMIT_NPROC, limits.processes)
-    _lower(resource.RLIMIT_NOFILE, 256)
-    _lower(resource.RLIMIT_CORE, 0)
-    if has_cpu_limit:  # only a second fence: the slot watches the processor clock itself
-        _lower(resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1)
+def resource_limits(plan: Plan) -> list[tuple[int, tuple[int, int]]]:
+    """The rlimits of a call as (kind, (soft, hard)), none above the one in force.
+
+    The soft memory limit leaves room to report a MemoryError. The processor limit is only a second
+    fence: the slot watches the clock itself.
+    """
+    limits = plan.limits
+    memory = own_address_space() + limits.memory_mb * 2**20
+    wanted = {
+        resource.RLIMIT_AS: (memory, memory + _REPORT_BYTES),
+        resource.RLIMIT_FSIZE: (limits.file_mb * 2**20,) * 2,
+        resource.RLIMIT_NPROC: (limits.processes,) * 2,
+        resource.RLIMIT_NOFILE: (_MOST_DESCRIPTORS,) * 2,
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    if not plan.is_session:
+        wanted[resource.RLIMIT_CPU] = (int(limits.cpu_seconds) + 1,) * 2
+    return [(kind, _below_ceiling(kind, pair)) for kind, pair in wanted.items()]
 
 
-def _lower(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit, never above the one in force."""
+def _below_ceiling(kind: int, pair: tuple[int, int]) -> tuple[int, int]:
     ceiling = resource.getrlimit(kind)[1]
-    wanted = soft if hard is None else hard
-    if ceiling != resource.RLIM_INFINITY:
-        soft, wanted = min(soft, ceiling), min(wanted, ceiling)
-    resource.setrlimit(kind, (soft, wanted))
+    if ceiling == resource.RLIM_INFINITY:
+        return pair
+    return min(pair[0], ceiling), min(pair[1], ceiling)
 
 
 def own_address_space() -> int:
@@ -91,12 +100,12 @@ class ProcessJail:
     box: str = ""
     user: int | None = None
     capabilities: int = 0
-    base_bytes: int = 0
-    filter: bytes | None = None
+    limits: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    filter: seccomp.Filter | None = None
 
     def set_up(self) -> None:
         """Prepare the slot. Raises: OSError when the level cannot be reached."""
-        self.base_bytes = own_address_space()
+        self.limits = resource_limits(self.plan)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         if os.getuid() == 0 and self.plan.level != "L0":
             self.user = _OWN_USER_BASE + os.getpid()
@@ -106,7 +115,7 @@ class ProcessJail:
         self.box = os.path.join(self.plan.temporary, f"rstar2lab-{os.getpid()}-{token}")
         self._make_box()
         if self.plan.level != "L0":
-            self.filter = seccomp.build_filter(is_namespaced=False)
+            self.filter = seccomp.Filter(is_namespaced=False)
         if self.plan.level == "L2":
             self._require_scoped_signals()
 
@@ -120,11 +129,12 @@ class ProcessJail:
         if self.user is not None:
             os.chown(self.box, self.user, self.user)
 
-    def confine(self, has_cpu_limit: bool) -> None:
+    def confine(self) -> None:
         """In the forked child: limits, own user, filters. There is no way back."""
         os.chdir(self.box)
         ruleset = self._build_ruleset() if self.plan.level == "L2" else None
-        limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
+        for kind, pair in self.limits:
+            resource.setrlimit(kind, pair)
         if self.user is not None:
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
             become_user(self.user)
@@ -135,7 +145,7 @@ class ProcessJail:
             seccomp.apply_ruleset(ruleset)
             os.close(ruleset)
         if self.filter is not None:
-            seccomp.apply_filter(self.filter)
+            self.filter.apply()
 
     def _build_ruleset(self) -> int:
         """Opened while still privileged, anew for each call: rules are bound to the directory."""
@@ -247,8 +257,8 @@ class NamespaceJail:
     box: str = "/tmp"
     user: int = _MAPPED_USER
     is_own_user: bool = True  # the user of the call is not the slot's
-    base_bytes: int = 0
-    filter: bytes = b""
+    limits: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    filter: seccomp.Filter | None = None
     cgroup: Cgroup | None = None
 
     def leave_host(self) -> None:
@@ -269,8 +279,8 @@ class NamespaceJail:
 
     def set_up(self) -> None:
         """As process 1: private root, box, host name. Raises: OSError."""
-        self.base_bytes = own_address_space()
-        self.filter = seccomp.build_filter(is_namespaced=True)
+        self.limits = resource_limits(self.plan)
+        self.filter = seccomp.Filter(is_namespaced=True)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         build_root(outermost([*interpreter_paths(), *self.plan.readable]), self.user)
         self._mount_box()
@@ -282,17 +292,18 @@ class NamespaceJail:
         options += f",uid={self.user},gid={self.user}"
         kernel.mount("box", self.box, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
-    def confine(self, has_cpu_limit: bool) -> None:
+    def confine(self) -> None:
         """In the forked child: limits, no privileges, filter. There is no way back."""
         os.chdir(self.box)
-        limit_resources(self.plan.limits, self.base_bytes, has_cpu_limit)
+        for kind, pair in self.limits:
+            resource.setrlimit(kind, pair)
         if self.is_own_user:
             become_user(self.user)
         kernel.set_capabilities(0)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         kernel.die_with_parent()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        seccomp.apply_filter(self.filter)
+        self.filter.apply()
 
     def kill_all(self, child: int) -> None:
         """Kill every process of the namespace but the slot, at one stroke, and reap the orphans."""

@@ -70,6 +70,7 @@ _NAMESPACE_STOPS = (
 )
 _KERNEL_BUGS = "bugs of the kernel: this is not a virtual machine"
 _TOTAL_MEMORY = "total memory: processes × memory_mb is possible"
+_DISK_SPACE = "disk space: any number of files of file_mb each"
 
 LEVELS: dict[str, Level] = {
     "L4": Level(
@@ -91,7 +92,7 @@ LEVELS: dict[str, Level] = {
         "seccomp and Landlock, no namespaces",
         "seccomp, and Landlock that scopes signals (ABI 6) or a user id of its own",
         _BASE_STOPS + _FILTER_STOPS + _PATH_STOPS,
-        ("seeing other processes", _TOTAL_MEMORY, _KERNEL_BUGS),
+        ("seeing other processes", _TOTAL_MEMORY, _DISK_SPACE, _KERNEL_BUGS),
     ),
     "L1": Level(
         "L1",
@@ -102,6 +103,7 @@ LEVELS: dict[str, Level] = {
             "reading files of the host, and writing where every user may write, such as /tmp",
             "signals to processes of the same user",
             _TOTAL_MEMORY,
+            _DISK_SPACE,
             _KERNEL_BUGS,
         ),
     ),
@@ -116,6 +118,8 @@ LEVELS: dict[str, Level] = {
             "signals to processes of the same user",
             "a process that hides from the clean-up",
             _TOTAL_MEMORY,
+            _DISK_SPACE,
+            _KERNEL_BUGS,
         ),
     ),
 }

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 
 MEMORY_SIGNAL = signal.SIGRTMAX - 3  # a child that ran out of memory ends itself with this signal
 PROGRAM_NAME = "<program>"
@@ -44,16 +45,14 @@ def _line_writer(descriptor: int) -> io.TextIOWrapper:
     )
 
 
-def fresh_main() -> dict:
-    """A new, empty `__main__`, returned as its namespace; the worker's modules are forgotten."""
-    module = types.ModuleType("__main__")
-    module.__builtins__ = builtins
+def forget_worker() -> None:
+    """Make the worker's own modules invisible to programs. They stay alive: `_kept` holds them."""
     for name in [name for name in sys.modules if name.split(".")[0] == "rstar2lab"]:
-        del sys.modules[name]
-    sys.modules["__main__"] = module
+        _kept.append(sys.modules.pop(name))
     sys.argv, sys.orig_argv = ["program.py"], ["python", "program.py"]
-    sys.path.insert(0, os.getcwd())
-    return module.__dict__
+
+
+_kept: list[types.ModuleType] = []
 
 
 def reseed() -> None:
@@ -72,10 +71,18 @@ class Runner:
     def __init__(self, errors: str):
         self.errors = errors
         self.names: set[str] = set()
-        self.namespace = fresh_main()
+        self.module = types.ModuleType("__main__")
+        self.module.__builtins__ = builtins
+        self.namespace = self.module.__dict__
+
+    def enter(self) -> None:
+        """Become `__main__` of this process; the private directory is the place to import from."""
+        sys.modules["__main__"] = self.module
+        sys.path.insert(0, os.getcwd())
         threading.excepthook = self._report_thread
         sys.unraisablehook = self._report_thread
         sys.excepthook = lambda kind, error, trace: self.report(error)
+        os._exit = _exit_of(os.getpid())
 
     def run(self, source: bytes, name: str = PROGRAM_NAME) -> int:
         """Run one program. Returns its exit code; `MEMORY_SIGNAL` negated for MemoryError."""
@@ -196,15 +203,18 @@ def flush() -> None:
             pass
 
 
-def install_exit() -> None:
-    """`os._exit` keeps its meaning but does not lose what was printed before it."""
-    leave = os._exit
+_leave = os._exit
 
-    def _exit(status):
-        flush()
-        leave(status)
 
-    os._exit = _exit
+def _exit_of(main_process: int) -> Callable[[int], None]:
+    """`os._exit` for programs: what the main process printed before is not lost."""
+
+    def _exit(status: int) -> None:
+        if os.getpid() == main_process:
+            flush()
+        _leave(status)
+
+    return _exit
 
 
 def finish(code: int) -> None:
@@ -218,4 +228,4 @@ def finish(code: int) -> None:
     if code == -MEMORY_SIGNAL:
         signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), MEMORY_SIGNAL)
-    os._exit(code)
+    _leave(code)

@@ -101,15 +101,20 @@ def build_filter(is_namespaced: bool) -> bytes:
     return b"".join(parts)
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+class Filter:
+    """The filter, laid out in memory once and installed by each call. Raises: OSError."""
 
+    class _Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
-def apply_filter(program: bytes) -> None:
-    """Install the filter on this process and all its children. Raises: OSError."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    holder = _Program(len(program) // 8, ctypes.addressof(buffer))
-    kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(holder))
+    def __init__(self, is_namespaced: bool):
+        code = build_filter(is_namespaced)
+        self._buffer = ctypes.create_string_buffer(code, len(code))
+        self._program = self._Program(len(code) // 8, ctypes.addressof(self._buffer))
+
+    def apply(self) -> None:
+        """Install it on this process and all its children. Raises: OSError."""
+        kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(self._program))
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

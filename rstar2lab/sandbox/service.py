@@ -82,6 +82,7 @@ class Sandbox:
         self._finalizer = weakref.finalize(self, self._state.close)
         try:
             self.level = _accept_level(self._state.template.report, require_level, level)
+            _check_preload(self._state.template.report)
             self._state.fill()
         except BaseException:
             self.close()
@@ -109,7 +110,7 @@ class Sandbox:
     def session(self) -> "Session":
         """A stateful session with a worker of its own; use it as a context manager."""
         self._state.check_usable()
-        return Session(self._state)
+        return Session(self, self._state)
 
     def close(self) -> None:
         """End all workers and wait for them; calls in progress become SERVICE_FAILURE."""
@@ -234,7 +235,8 @@ class Session:
     result's stderr says so, and the next call starts clean. One call at a time.
     """
 
-    def __init__(self, state: _State):
+    def __init__(self, sandbox: Sandbox, state: _State):
+        self._sandbox = sandbox  # an open session keeps its sandbox alive
         self._state = state
         self._lock = threading.Lock()
         self._is_closed = False
@@ -304,6 +306,18 @@ def _accept_level(report: dict, require_level: str | None, asked: str | None) ->
         text = f"sandbox level {found} ({LEVELS[found].summary}) does not stop: {missing}"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     return found
+
+
+def _check_preload(report: dict) -> None:
+    """Warn about modules that did not load. Raises: SandboxError if one started a thread."""
+    if report["preload_failures"]:
+        text = f"sandbox preload failed for {'; '.join(report['preload_failures'])}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    if report["tasks"] > 1:
+        raise SandboxError(
+            f"found {report['tasks']} threads after the preload, expected 1: a fork would inherit"
+            " their locks; leave the module that starts threads out of preload"
+        )
 
 
 def failure(reason: Exception, waited: float, note: str = "") -> ToolResult:

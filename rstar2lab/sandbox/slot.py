@@ -18,6 +18,8 @@ from rstar2lab.sandbox.levels import OUTPUT_KILL_FACTOR, Limits
 
 _FIRST_CHECK_SECONDS = 0.02
 _CPU_COUNT = os.cpu_count() or 1
+_CONTROL_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages: a program that writes
+_CONFINED = b"confined"  # nonsense to it cannot make the slot wait for the rest
 
 
 @dataclass
@@ -58,10 +60,10 @@ class Slot:
         is_session: bool,
     ):
         self.owner, self.jail, self.limits = owner, jail, limits
-        self.errors, self.is_session = errors, is_session
+        self.runner, self.is_session = program.Runner(errors), is_session
         self.captures = [Capture(limits.output_chars, tail) for tail in (False, True)]
         self.child: Child | None = None
-        self.done: dict = {}
+        self.done = b""
 
     def prepare(self) -> None:
         """Fork a child ahead and see that its confinement holds. Raises: OSError if not."""
@@ -71,9 +73,9 @@ class Slot:
     def _await_confined(self) -> None:
         """Read the child's report, once. Raises: OSError when it is not confined."""
         if not self.child.is_confined:
-            report, _ = wire.receive(self.child.control)
-            if "error" in report:
-                raise OSError(report["error"])
+            report = self.child.control.recv(1000)
+            if report != _CONFINED:
+                raise OSError(report.decode() or "the child died before it was confined")
             self.child.is_confined = True
 
     def serve(self) -> None:
@@ -94,7 +96,7 @@ class Slot:
             self.jail.close()
 
     def _fork_child(self) -> Child:
-        control, child_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        control, child_control = socket.socketpair(*_CONTROL_KIND)
         pipes = [os.pipe(), os.pipe()]
         pid = os.fork()
         if pid == 0:
@@ -124,7 +126,7 @@ class Slot:
     def _hand_over(self, descriptors: list[int]) -> None:
         """Give the program to the waiting child. Raises: OSError when the child is unfit."""
         self._await_confined()
-        wire.send(self.child.control, {}, (), descriptors)
+        socket.send_fds(self.child.control, [b"P"], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self.child.cpu_before = 0.0
@@ -156,12 +158,10 @@ class Slot:
 
     def _is_done(self) -> bool:
         """True when the session's child says that its program ended; false when it is dying."""
-        try:
-            self.done, _ = wire.receive(self.child.control)
-            return True
-        except (wire.Disconnected, ValueError, OSError):
+        self.done = self.child.control.recv(1000)
+        if not self.done:
             self.jail.kill_all(self.child.pid)
-            return False
+        return bool(self.done)
 
     def _seconds_left(self, started: float) -> float:
         """Until the next look at the clocks; ≤ 0 when a limit is reached.
@@ -194,7 +194,7 @@ class Slot:
 
     def _session_header(self) -> dict:
         self._drain(self.child)
-        code = self.done.get("code", 1)
+        code = int(self.done) if self.done.removeprefix(b"-").isdigit() else 1
         if code == -program.MEMORY_SIGNAL:
             return {"status": "MEMORY", "code": None, "signal": None, "alive": True}
         return {"status": "ERROR" if code else "OK", "code": code, "signal": None, "alive": True}
@@ -259,7 +259,7 @@ def _be_child(slot: Slot, control: socket.socket, writers: list[int]) -> None:
         control = _keep_only(control, writers)
         _confine(slot, control)
         run = _run_session if slot.is_session else _run_once
-        code = run(control, slot.errors)
+        code = run(control, slot.runner)
     except OSError:  # the slot is gone, or the confinement failed: nothing has run
         pass
     finally:
@@ -271,11 +271,11 @@ def _confine(slot: Slot, control: socket.socket) -> None:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
-        slot.jail.confine(has_cpu_limit=not slot.is_session)
+        slot.jail.confine()
     except OSError as error:
-        wire.send(control, {"error": str(error)})
+        control.send(str(error).encode())
         raise
-    wire.send(control, {})
+    control.send(_CONFINED)
 
 
 def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:
@@ -284,33 +284,37 @@ def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:
     os.dup2(writers[0], 1)
     os.dup2(writers[1], 2)
     if spare != 3:
-        os.dup2(spare, 3)
-    os.set_inheritable(3, False)
+        os.dup2(spare, 3, inheritable=False)
     os.closerange(4, 1 << 20)
-    return socket.socket(fileno=3)
+    return socket.socket(*_CONTROL_KIND, fileno=3)
 
 
 def _receive_program(control: socket.socket) -> bytes:
-    """Wait for the program; its standard input becomes descriptor 0."""
-    _, descriptors = wire.receive(control)
+    """Wait for the program; its standard input becomes descriptor 0.
+
+    Raises: Disconnected when the slot is gone.
+    """
+    message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+    if not message:
+        raise wire.Disconnected("the slot is gone")
     source = wire.load(descriptors[0])
     program.open_streams(descriptors[1] if len(descriptors) > 1 else None)
     return source
 
 
-def _run_once(control: socket.socket, errors: str) -> int:
+def _run_once(control: socket.socket, runner: program.Runner) -> int:
     program.reseed()
     source = _receive_program(control)
     control.close()
-    program.install_exit()
-    return program.Runner(errors).run(source)
+    runner.enter()
+    return runner.run(source)
 
 
-def _run_session(control: socket.socket, errors: str) -> int:
+def _run_session(control: socket.socket, runner: program.Runner) -> int:
     program.reseed()
-    program.install_exit()
-    runner, count = program.Runner(errors), 0
+    runner.enter()
+    count = 0
     while True:
         source, count = _receive_program(control), count + 1
         code = runner.run(source, f"<cell {count}>")
-        wire.send(control, {"code": code})
+        control.send(str(code).encode())

@@ -4,6 +4,7 @@ It is started by exec with a clean environment and a single thread, finds the st
 trying, and cleans up after dead slots. It ends, and every slot with it, when its owner ends.
 """
 
+import dataclasses
 import gc
 import importlib
 import os
@@ -11,10 +12,9 @@ import select
 import shutil
 import signal
 import socket
-import threading
 from dataclasses import dataclass
 
-from rstar2lab.sandbox import cgroup, kernel, wire
+from rstar2lab.sandbox import cgroup, kernel, program, wire
 from rstar2lab.sandbox.jail import NamespaceJail, Plan, ProcessJail
 from rstar2lab.sandbox.levels import Limits
 from rstar2lab.sandbox.slot import Slot
@@ -122,8 +122,8 @@ class Template:
                 how = " (user namespace)" if plan.has_user_namespace else ""
                 refusals[plan.level + how] = str(error)
                 continue
-            self.plan = plan
-            return {"level": plan.level, "refusals": refusals, "threads": threading.active_count()}
+            self.plan, tasks = plan, len(os.listdir("/proc/self/task"))
+            return {"level": plan.level, "refusals": refusals, "tasks": tasks}
         return {"level": None, "refusals": refusals}
 
     def _plans(self) -> list[Plan]:
@@ -216,6 +216,7 @@ def _be_helper(
     """In the forked helper: leave the host if the level asks for it, then become the slot."""
     code = 1
     try:
+        plan = dataclasses.replace(plan, is_session=is_session)
         jail = NamespaceJail(plan) if plan.level in ("L3", "L4") else ProcessJail(plan)
         if isinstance(jail, NamespaceJail):
             pid = _leave_and_fork(jail, ready)
@@ -262,6 +263,7 @@ def _be_slot(
     try:
         jail.set_up()
         slot = Slot(sock, jail, template.settings.limits, template.settings.errors, is_session)
+        program.forget_worker()
         slot.prepare()
     except OSError as error:
         wire.send(ready, {"error": str(error)} | _leftovers(jail))
