@@ -3,7 +3,6 @@
 Rows are the schema of `eval.parquet`; everything reported is computed from them.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -39,7 +38,9 @@ def evaluate(
     on_done: Callable[[Trajectory], None] | None = None,
 ) -> pd.DataFrame:
     """Sample every problem `samples` times; void trajectories are rows with reason "void…"."""
-    groups = asyncio.run(rollouts.rollout_groups(problems, samples, actors, settings, on_done))
+    groups = rollouts.run_to_end(
+        rollouts.rollout_groups(problems, samples, actors, settings, on_done)
+    )
     rows = [trajectory_result(t, step) for group in groups for t in group.trajectories]
     return pd.DataFrame(rows)
 

@@ -9,14 +9,15 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from . import protocol, rewards
-from .engines import Completion, Engine, Sampling
+from .engines import Completion, Engine, Result, Sampling
 from .types import Group, Problem, StopReason, ToolCall, ToolResult, ToolStatus, Trajectory, Turn
 
 
@@ -253,3 +254,13 @@ async def rollout_groups(
         Group(problem, tuple(done[i * samples : (i + 1) * samples]))
         for i, problem in enumerate(problems)
     ]
+
+
+def run_to_end(coroutine: Coroutine[None, None, Result]) -> Result:
+    """Run a coroutine from synchronous code, also where an event loop runs already, as in Jupyter."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()

@@ -3,7 +3,6 @@
 Used by training and by evaluation alike, so that both run the same policy in the same environment.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,7 +59,7 @@ class Workbench:
 
     def rollout(self, problems: Sequence[Problem], samples: int, key: str) -> list[Group]:
         """Scored groups at the training temperature; `key` names the random stream."""
-        return asyncio.run(
+        return rollouts.run_to_end(
             rollouts.rollout_groups(
                 problems,
                 samples,
@@ -83,7 +82,7 @@ class Workbench:
         )
 
     def update_weights(self, version: int, tensors) -> None:
-        asyncio.run(self.actors.engine.update_weights(version, tensors))
+        rollouts.run_to_end(self.actors.engine.update_weights(version, tensors))
 
     def _settings(self, key: str, temperature: float) -> rollouts.RolloutSettings:
         chat, rollout = self.config.chat, self.config.rollout

@@ -274,13 +274,14 @@ class NamespaceJail:
             self.is_own_user = os.getuid() == 0
             enter_user_namespace(flags)
         else:
-            self.user = _OWN_USER_BASE + os.getpid()
             kernel.unshare(flags)
 
     def set_up(self) -> None:
         """As process 1: private root, box, host name. Raises: OSError."""
         self.limits = resource_limits(self.plan)
         self.filter = seccomp.Filter(is_namespaced=True)
+        if not self.plan.has_user_namespace:  # the host's number of this process: unique
+            self.user = _OWN_USER_BASE + int(os.readlink("/proc/self"))
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
         build_root(outermost([*interpreter_paths(), *self.plan.readable]), self.user)
         self._mount_box()
