@@ -93,8 +93,6 @@ def _engine() -> tuple[Verdict, str]:
 
 def engine_gap(seed: int = 0) -> float:
     """Largest log-prob gap, torch engine against transformers, random weights, in nats."""
-    import asyncio
-
     import numpy as np
     import torch
 
@@ -102,6 +100,7 @@ def engine_gap(seed: int = 0) -> float:
     from .engines import Sampling
     from .engines.torch_engine import TorchEngine
     from .nano import model
+    from .rollout import run_to_end
 
     net = model.build(cfg.Model(), 120, seed).eval()
     prompt = np.random.default_rng(seed).integers(0, 120, 20).tolist()
@@ -110,7 +109,7 @@ def engine_gap(seed: int = 0) -> float:
         engine = TorchEngine(net.config, net.state_dict(), kv_tokens=512, max_tokens=128)
         return await engine.generate("doctor", prompt, Sampling(max_new_tokens=30, seed=seed))
 
-    completion = asyncio.run(sample())
+    completion = run_to_end(sample())
     ids = torch.tensor([prompt + completion.token_ids.tolist()])
     with torch.inference_mode():
         logprobs = net(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]

@@ -257,7 +257,7 @@ async def rollout_groups(
 
 
 def run_to_end(coroutine: Coroutine[None, None, Result]) -> Result:
-    """Run a coroutine from synchronous code, also where an event loop runs already, as in Jupyter."""
+    """Run a coroutine from synchronous code, also inside a running event loop (Jupyter)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -508,7 +508,8 @@ def test_sync_and_async_calls_work_inside_a_running_loop(sandbox):
 
 
 def _slots(sandbox) -> set[int]:
-    return descendants(sandbox._state.template.process.pid)
+    template = sandbox._state.template.process.pid
+    return {pid for pid, parent in process_table().items() if parent == template}
 
 
 def test_a_call_whose_worker_dies_is_repeated_once():
