@@ -267,6 +267,12 @@ def _turn_row(turn) -> dict:
     }
 
 
+def relative(path: str | Path) -> str:
+    """The path as seen from here, if it lies below; a record should not name the machine."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def command_line() -> str:
     """The command that started this process, as a person would type it."""
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -9,6 +9,7 @@ are refused before anything runs.
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,6 +56,15 @@ class Point:
     def is_done(self) -> bool:
         return runs.RunFolder(self.folder).is_done
 
+    @property
+    def command(self) -> str:
+        """The command that makes this point alone."""
+        words = ["rstar2lab", "sweep", "--config", self.config, "--arms", self.arm]
+        words += ["--seeds", str(self.seed), "--out", str(Path(self.folder).parent)]
+        for setting in self.settings:
+            words += ["--set", setting]
+        return shlex.join(words)
+
     def notebook_parameters(self) -> dict:
         return {
             "config": self.config,
@@ -63,6 +73,7 @@ class Point:
             "folder": self.folder,
             "cold_start_dir": self.cold_start_dir,
             "settings": list(self.settings),
+            "command": self.command,
         } | self.parameters
 
 
@@ -80,12 +91,12 @@ def grid(
     Raises:
         cfg.ConfigError: a point's configuration is not valid.
     """
-    out = Path(out)
+    out, config = Path(out), runs.relative(config)
     points = [
         Point(
             arm,
             seed,
-            str(config),
+            config,
             str(out / f"{arm}-s{seed}"),
             str(out.parent / "cold_start"),
             tuple(settings),

@@ -333,10 +333,11 @@ def train_arm(
     cold_start_dir: str | Path,
     resume: bool = False,
     report: Report | None = None,
+    command: str | None = None,
 ) -> Path:
     """Cold start (cached) and train: what the sweep's notebook calls. Returns the run folder."""
     path = initial_model(config, cold_start_dir)
-    trainer = Trainer(config, folder, arm=arm, model_path=path, report=report)
+    trainer = Trainer(config, folder, arm=arm, model_path=path, report=report, command=command)
     trainer.run(resume=resume)
     return trainer.folder.path
 
