@@ -11,6 +11,7 @@ from rstar2lab.types import Problem
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
 
+
 @pytest.fixture(scope="session")
 def config_file(tmp_path_factory):
     """`tiny.toml` with two arms beside it, as the command line reads them."""

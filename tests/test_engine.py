@@ -28,6 +28,15 @@ def make_net(seed: int, vocabulary: int = VOCABULARY):
     return net
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Steps are small: a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def net():
     return make_net(0)
@@ -93,7 +102,8 @@ def test_with_top_p_logprobs_are_of_the_truncated_distribution_and_entropies_of_
 
 def test_rows_of_different_lengths_in_one_batch_are_each_right(net):
     requests = [
-        (f"r{i}", prompt(i, length), Sampling(15, seed=i)) for i, length in enumerate((1, 3, 40, 17))
+        (f"r{i}", prompt(i, length), Sampling(15, seed=i))
+        for i, length in enumerate((1, 3, 40, 17))
     ]
     for (_, tokens, _), found in zip(requests, generate(make_engine(net), requests), strict=True):
         expected = reference(net, tokens, found).log_softmax(-1)
@@ -152,7 +162,7 @@ def test_drawing_never_returns_an_impossible_token():
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    for top_p, kept in ((0.4, 1), (0.41, 2), (0.7, 2), (0.85, 3), (1.0, 4)):
+    for top_p, kept in ((0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.95, 4), (1.0, 4)):
         found = sampling_logprobs(logits, torch.ones(1), torch.tensor([top_p]))
         assert int(torch.isfinite(found).sum()) == kept
         assert float(found.exp().sum()) == pytest.approx(1.0)
@@ -186,7 +196,10 @@ def test_a_stop_id_of_one_request_does_not_stop_another(net):
     settings = {"max_new_tokens": 20, "seed": 1}
     stopped, other = generate(
         make_engine(net),
-        [("a", tokens, Sampling(**settings, stop_ids=(free[0],))), ("b", tokens, Sampling(**settings))],
+        [
+            ("a", tokens, Sampling(**settings, stop_ids=(free[0],))),
+            ("b", tokens, Sampling(**settings)),
+        ],
     )
     assert (stopped.finish, len(stopped.token_ids)) == ("stop", 1)
     assert (other.finish, other.token_ids.tolist()) == ("length", free)
@@ -535,7 +548,9 @@ def test_every_bit_is_the_same_after_the_engine_has_served_something_else(net):
 
     async def batch():
         async def one_of(number):
-            first = await engine.generate(f"r{number}", prompt(number), Sampling(5 + number, seed=1))
+            first = await engine.generate(
+                f"r{number}", prompt(number), Sampling(5 + number, seed=1)
+            )
             await engine.deliver(asyncio.sleep(0))
             tokens = prompt(number) + first.token_ids.tolist() + [1]
             second = await engine.generate(f"r{number}", tokens, Sampling(20, seed=1))

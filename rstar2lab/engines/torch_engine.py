@@ -34,6 +34,7 @@ class _Request:
     seed: int
     future: asyncio.Future
     prompt_length: int
+    arrival: int
     cached_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -115,15 +116,16 @@ class TorchEngine:
         shape = Shape.of(config)
         self._model = Qwen3(shape, {k: v.to(device) for k, v in tensors.items()}, max_tokens)
         self._cache = KvCache(shape, max_sequences, max_tokens, device)
-        self._capacity = KvCapacity(tokens=kv_tokens, block=block)
+        self._capacity, self._total_blocks = KvCapacity(kv_tokens, block), kv_tokens // block
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._tool_steps, self._device = tool_steps, device
-        self._version, self._preemptions, self.step = 0, 0, 0
+        self._version, self._preemptions, self._arrivals = 0, 0, 0
+        self.step, self._first_step = 0, 0  # decoding steps; the one at which the loop last woke
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # row r of the cache belongs to self._running[r]
         self._saved: OrderedDict[str, _SavedPrefix] = OrderedDict()
         self._due: list[tuple[int, asyncio.Future, asyncio.Future]] = []
-        self._update: asyncio.Future | None = None
+        self._updates: list[asyncio.Future] = []
         self._loop_task: asyncio.Task | None = None
         self._fallback_seed = 0
         size = (max_sequences, max_tokens)
@@ -145,21 +147,27 @@ class TorchEngine:
         longest = len(tokens) + sampling.max_new_tokens
         if not tokens or sampling.max_new_tokens < 1:
             raise EngineError("a request needs at least one input token and max_new_tokens >= 1")
-        if longest > min(self._max_tokens, self._capacity.tokens):
+        held = self._total_blocks * self._capacity.block
+        if longest > min(self._max_tokens, held):
             raise EngineError(
                 f"request {request_id!r} may reach {longest} tokens, but the engine holds "
-                f"{self._max_tokens} per sequence and {self._capacity.tokens} in all; "
+                f"{self._max_tokens} per sequence and {held} in all; "
                 "lower max_new_tokens or raise model.max_tokens / engine.kv_tokens"
             )
         if sampling.seed is None:
             self._fallback_seed += 1
         seed = self._fallback_seed if sampling.seed is None else sampling.seed
         future = asyncio.get_running_loop().create_future()
+        self._arrivals += 1
         self._waiting.append(
-            _Request(request_id, tokens, sampling, seed, future, prompt_length=len(tokens))
+            _Request(request_id, tokens, sampling, seed, future, len(tokens), self._arrivals)
         )
         self._wake()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # the caller is gone: nothing of it stays in flight
+            await self.abort(request_id)
+            raise
 
     def capacity(self) -> KvCapacity:
         return self._capacity
@@ -168,15 +176,15 @@ class TorchEngine:
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
-            used_tokens=self._used_blocks() * self._capacity.block,
+            used_tokens=self._used_blocks(ahead=-1) * self._capacity.block,
             preemptions=self._preemptions,
         )
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take new weights once no request is running; every saved prefix is dropped."""
         if self._running:
-            self._update = asyncio.get_running_loop().create_future()
-            await self._update
+            self._updates.append(asyncio.get_running_loop().create_future())
+            await self._updates[-1]
         self._model.load({k: v.to(self._device) for k, v in tensors.items()})
         self._saved.clear()
         self._version = version
@@ -194,23 +202,29 @@ class TorchEngine:
         """Await a tool's result and hand it over at a decoding step known in advance."""
         task = asyncio.ensure_future(result)
         gate = asyncio.get_running_loop().create_future()
-        quantum = max(1, self._tool_steps)
-        due = (self.step + self._tool_steps + quantum - 1) // quantum * quantum
-        self._due.append((due, task, gate))
         self._wake()
-        await gate
+        quantum, now = max(1, self._tool_steps), self.step - self._first_step
+        due = self._first_step + (now + self._tool_steps + quantum - 1) // quantum * quantum
+        self._due.append((due, task, gate))
+        try:
+            await gate
+        except BaseException:  # cancelled, or the engine failed: forget the tool
+            self._due = [entry for entry in self._due if entry[2] is not gate]
+            task.cancel()
+            raise
         return task.result()
 
     def close(self) -> None:
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
-        self._waiting, self._running, self._due = [], [], []
+        self._waiting, self._running, self._due, self._updates = [], [], [], []
         self._saved.clear()
 
     # The loop
 
     def _wake(self) -> None:
         if self._loop_task is None or self._loop_task.done():
+            self._first_step = self.step
             self._loop_task = asyncio.get_running_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -218,7 +232,7 @@ class TorchEngine:
             while True:
                 for _ in range(_SETTLE_ROUNDS):
                     await asyncio.sleep(0)
-                if not (self._waiting or self._running or self._due):
+                if not (self._waiting or self._running or self._due or self._updates):
                     return
                 if await self._deliver_due():
                     continue
@@ -227,11 +241,10 @@ class TorchEngine:
                     self._decode()
                 self.step += 1
         except Exception as error:
-            for request in self._waiting + self._running:
-                if not request.future.done():
-                    request.future.set_exception(error)
-            for _, _, gate in self._due:
-                gate.cancel()
+            requests = [request.future for request in self._waiting + self._running]
+            for future in requests + [gate for _, _, gate in self._due] + self._updates:
+                if not future.done():
+                    future.set_exception(error)
             self.close()
 
     async def _deliver_due(self) -> bool:
@@ -252,27 +265,30 @@ class TorchEngine:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._capacity.block)
 
-    def _used_blocks(self) -> int:
+    def _used_blocks(self, ahead: int = 1) -> int:
+        """Blocks of saved prefixes and of running rows, `ahead` tokens beyond their length.
+
+        The last token of a row has no KV before the next step: -1 is what is stored now.
+        """
         rows = self._lengths[: len(self._running)]
         saved = sum(self._blocks(len(s.tokens)) for s in self._saved.values())
-        return int(np.sum(-(-(rows + 1) // self._capacity.block))) + saved
+        return int(np.sum(-(-(rows + ahead) // self._capacity.block))) + saved
 
     def _fits(self, extra_blocks: int) -> bool:
         """Make room by dropping the oldest saved prefixes; False if that is not enough."""
-        total = self._capacity.tokens // self._capacity.block
-        while self._used_blocks() + extra_blocks > total and self._saved:
+        while self._used_blocks() + extra_blocks > self._total_blocks and self._saved:
             self._saved.popitem(last=False)
-        return self._used_blocks() + extra_blocks <= total
+        return self._used_blocks() + extra_blocks <= self._total_blocks
 
     def _preempt_newest(self) -> None:
         """Send the newest request back to the queue's front; it is recomputed from its tokens."""
-        row = len(self._running) - 1
-        request = self._running.pop()
-        length = int(self._lengths[row])
+        row = max(range(len(self._running)), key=lambda r: self._running[r].arrival)
+        request, length = self._running[row], int(self._lengths[row])
         start = len(request.tokens)
         request.tokens += self._tokens[row, start:length].tolist()
         request.logprobs += self._logprobs[row, start:length].tolist()
         request.entropies += self._entropies[row, start:length].tolist()
+        self._vacate(row)
         self._waiting.insert(0, request)
         self._preemptions += 1
 
@@ -280,10 +296,12 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Move waiting requests into rows, in order of arrival, and compute their unseen tokens."""
-        if self._update is not None:
+        if self._updates:
             if not self._running:
-                self._update.set_result(None)
-                self._update = None
+                for update in self._updates:
+                    if not update.done():
+                        update.set_result(None)
+                self._updates = []
             return
         first = len(self._running)
         starts = []
@@ -342,8 +360,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _decode(self) -> None:
         """One token for every running row."""
-        total = self._capacity.tokens // self._capacity.block
-        while self._used_blocks() > total and not self._fits(0):
+        while not self._fits(0):
             self._preempt_newest()
         count = len(self._running)
         rows, lengths = np.arange(count), self._lengths[:count].copy()
@@ -352,17 +369,20 @@ class TorchEngine:
         hidden = self._model.forward(
             last.to(self._device), positions.to(self._device), None, self._cache, 0
         )
-        logprobs_BV = sampling_logprobs(
-            self._model.logits(hidden[:, 0]).float(),
-            torch.from_numpy(self._temperatures[:count]).to(self._device),
-            torch.from_numpy(self._top_ps[:count]).to(self._device),
+        logits_BV = self._model.logits(hidden[:, 0]).float()
+        temperatures_B, top_ps_B = (
+            torch.from_numpy(values[:count]).to(self._device)
+            for values in (self._temperatures, self._top_ps)
         )
+        logprobs_BV = sampling_logprobs(logits_BV, temperatures_B, top_ps_B)
         sampled = draw(logprobs_BV, uniforms(self._seeds[:count], lengths))
         chosen = logprobs_BV.gather(1, sampled[:, None])[:, 0]
         if any(request.sampling.entropies for request in self._running):
-            finite = torch.where(torch.isinf(logprobs_BV), 0.0, logprobs_BV)
-            entropies = -(logprobs_BV.exp() * finite).sum(-1)
-            self._entropies[rows, lengths] = entropies.cpu().numpy()
+            full_BV = logprobs_BV  # before top-p: the entropy is that of the whole vocabulary
+            if bool((top_ps_B < 1).any()):
+                full_BV = sampling_logprobs(logits_BV, temperatures_B, torch.ones_like(top_ps_B))
+            finite_BV = torch.where(torch.isinf(full_BV), 0.0, full_BV)
+            self._entropies[rows, lengths] = -(full_BV.exp() * finite_BV).sum(-1).cpu().numpy()
         sampled = sampled.cpu().numpy()
         self._tokens[rows, lengths] = sampled
         self._logprobs[rows, lengths] = chosen.cpu().numpy()
@@ -379,7 +399,7 @@ class TorchEngine:
                 self._finish_row(int(row), "stop" if stopped else "length")
 
     def _finish_row(self, row: int, finish) -> None:
-        """Answer the request, keep its prefix for the next turn, close the gap."""
+        """Answer the request and keep its prefix for the next turn."""
         request, length = self._running[row], int(self._lengths[row])
         start = len(request.tokens)
         request.logprobs += self._logprobs[row, start:length].tolist()
@@ -388,6 +408,10 @@ class TorchEngine:
             self._tokens[row, : length - 1].copy(), self._cache.read(row, length - 1)
         )
         self._complete(request, self._tokens[row, request.prompt_length : length], finish)
+        self._vacate(row)
+
+    def _vacate(self, row: int) -> None:
+        """Take the row's request off; the last row moves into the gap."""
         last = len(self._running) - 1
         if row != last:
             self._cache.move(last, row, int(self._lengths[last]) - 1)
