@@ -61,8 +61,8 @@ class ColdStart(_Section):
     no_tool: float = Field(0.20, ge=0, le=1)
     right_plan_easy: float = Field(0.30, ge=0, le=1)
     right_plan_hard: float = Field(0.135, ge=0, le=1)
-    bad_first_call: float = Field(0.42, ge=0, le=1)
-    bad_retry: float = Field(0.08, ge=0, lt=1)
+    bad_first_call: float = Field(0.50, ge=0, le=1)
+    bad_retry: float = Field(0.05, ge=0, lt=1)
     verify: float = Field(0.15, ge=0, le=1)
     verify_again: float = Field(0.35, ge=0, lt=1)
     second_answer: float = Field(0.08, ge=0, le=1)
@@ -137,7 +137,6 @@ class Optimizer(_Section):
 class Engine(_Section):
     """The inference engine."""
 
-    kind: Literal["torch"] = "torch"
     kv_tokens: int = Field(65_536, gt=0, description="capacity of the KV cache")
     tool_steps: int = Field(
         8,

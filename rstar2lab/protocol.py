@@ -206,20 +206,26 @@ _FAILURES = {
 }
 
 
+_ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,16}\b")  # "<generator object <genexpr> at 0x7f…>"
+
+
 def response_text(call: ToolCall, result: ToolResult, limit_chars: int) -> str:
     """What the model reads of a result (§2.1): output, or the error. Never the time it took.
+
+    Addresses of objects are masked: they differ at every run, and a killed run must resume the same.
 
     At most `limit_chars` characters: of an output or a one-line error the head is kept, of a longer
     error the tail, where a traceback names the cause.
     """
+    stdout, stderr = (_ADDRESS.sub("0x...", text) for text in (result.stdout, result.stderr))
     if result.status is ToolStatus.OK:
-        return (result.stdout.rstrip("\n") or "no output")[:limit_chars]
+        return (stdout.rstrip("\n") or "no output")[:limit_chars]
     if result.status is ToolStatus.MALFORMED:
         return f"invalid call: {call.malformed}"[:limit_chars]
     if result.status is ToolStatus.UNKNOWN_TOOL:
         return f"unknown tool: {call.name}"[:limit_chars]
-    said = result.stderr.strip() or _FAILURES.get(result.status, "the program failed")
-    text = "\n".join(part for part in (result.stdout.rstrip("\n"), said) if part)
+    said = stderr.strip() or _FAILURES.get(result.status, "the program failed")
+    text = "\n".join(part for part in (stdout.rstrip("\n"), said) if part)
     return text[-limit_chars:] if "\n" in text else text[:limit_chars]
 
 

@@ -218,6 +218,16 @@ def test_the_time_it_took_is_never_shown(status):
     assert said(status, "a", "b", seconds=3.9, queue_seconds=7.0) == fast
 
 
+def test_addresses_of_objects_which_differ_at_every_run_are_masked():
+    shown = said(stdout="<generator object <genexpr> at 0x7fc340d9d150>\n")
+    assert shown == "<generator object <genexpr> at 0x...>"
+    error = "TypeError: <function f at 0x7fb9ef515080> is not a number"
+    assert (
+        said(ToolStatus.ERROR, stderr=error) == "TypeError: <function f at 0x...> is not a number"
+    )
+    assert said(stdout="0x7fc340d9d150 at 0xff") == "0x7fc340d9d150 at 0xff"
+
+
 def test_an_unknown_tool_is_named():
     call = ToolCall("calculator", "1")
     assert "calculator" in response_text(call, ToolResult(ToolStatus.UNKNOWN_TOOL), 100)

@@ -2,23 +2,29 @@
 
 import asyncio
 import json
+import sys
+from dataclasses import replace
 
 from rstar2lab import config as cfg
-from rstar2lab import protocol
-from rstar2lab.types import ToolResult, ToolStatus
+from rstar2lab import protocol, rollout
+from rstar2lab.types import StopReason, ToolResult, ToolStatus, Trajectory
 
-# Ten seconds of cold start, steps of half a second.
+# Two seconds of cold start teach the format and no arithmetic; a step takes 0.2 s.
 TINY = {
     "run.scale": "test",
     "run.steps": 4,
-    "model.layers": 2,
+    "model.layers": 1,
     "model.width": 64,
     "model.heads": 2,
     "model.kv_heads": 1,
     "model.mlp_width": 128,
     "model.max_tokens": 256,
-    "cold_start.steps": 40,
-    "cold_start.dialogues": 600,
+    "cold_start.dialogues": 200,
+    "cold_start.steps": 120,
+    "cold_start.batch": 8,
+    "cold_start.warmup_steps": 5,
+    "cold_start.no_tool": 0.1,
+    "cold_start.threads": 1,
     "problems.train": 40,
     "problems.held_out": 4,
     "chat.style": "nano",
@@ -88,3 +94,24 @@ class SlowFirst(FakeEnvironment):
         self.delay_seconds /= 2
         await asyncio.sleep(self.delay_seconds)
         return await super().arun(code, stdin)
+
+
+def odd_lengths_win(trajectory: Trajectory, problem, check=None) -> Trajectory:
+    """A reward that a model which cannot calculate earns half of the time: groups are mixed."""
+    if trajectory.stop is StopReason.VOID:
+        return replace(trajectory, reason="void")
+    reward = float(len(trajectory.response_ids) % 2)
+    return replace(trajectory, reward=reward, reason="exact_integer" if reward else "mismatch")
+
+
+def train(folder: str, model_path: str, *settings: str) -> None:
+    """A training run in a process of its own, for tests that kill it."""
+    from rstar2lab import trainer
+
+    rollout.score_or_void = odd_lengths_win
+    config = cfg.from_flat(TINY | dict(cfg.parse_setting(text) for text in settings))
+    trainer.Trainer(config, folder, arm="grpo_roc", model_path=model_path).run()
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

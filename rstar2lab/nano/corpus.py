@@ -46,7 +46,7 @@ CONCLUSIONS = (
     "The tool returned {value}.",
     "Thus we get {value}.",
 )
-BAD_CALLS = ("paren", "name", "variable", "quotes", "silent", "import", "helper")
+BAD_CALLS = ("paren", "name", "variable", "quotes", "silent", "method", "import")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class CorpusRates:
     no_tool: float = 0.20
     right_plan_easy: float = 0.30
     right_plan_hard: float = 0.135
-    bad_first_call: float = 0.42
-    bad_retry: float = 0.08
+    bad_first_call: float = 0.50
+    bad_retry: float = 0.05
     verify: float = 0.15
     verify_again: float = 0.35
     second_answer: float = 0.08
@@ -104,20 +104,24 @@ def good_code(rng: np.random.Generator, family: Family, operands: Operands, plan
 def bad_code(
     rng: np.random.Generator, family: Family, operands: Operands, plan: int
 ) -> tuple[str, bool]:
-    """A program with one natural slip, and whether the slip breaks the JSON of the call."""
+    """A program with one natural slip, and whether the slip breaks the JSON of the call.
+
+    All but the missing import slip after the plan is written: whether a call fails says nothing
+    about whether its plan is right, so failing is as cheap in reward as it can be.
+    """
     kind = _pick(rng, BAD_CALLS)
     expression = family.expression(operands, plan)
     head = "import math\n" if "math." in expression else ""
     if kind == "import" and not head:
-        kind = _pick(rng, BAD_CALLS[:4])
+        kind = _pick(rng, BAD_CALLS[:-1])
     code = {
         "paren": f"{head}print({expression}",
         "name": f"{head}print({expression}*one)",
         "variable": f"{head}r = {expression}\nprint(result)",
-        "quotes": f'{head}print("r", {expression})',
+        "quotes": f'{head}print({expression}, "r")',
         "silent": f"{head}r = {expression}",
         "import": f"print({expression})",
-        "helper": f"{head}print(solve({expression}))",
+        "method": f"{head}r = {expression}\nr.show()",
     }[kind]
     return code, kind == "quotes"
 
