@@ -212,7 +212,7 @@ _ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,16}\b")  # "<generator object <gen
 def response_text(call: ToolCall, result: ToolResult, limit_chars: int) -> str:
     """What the model reads of a result (§2.1): output, or the error. Never the time it took.
 
-    Addresses of objects are masked: they differ at every run, and a killed run must resume the same.
+    Addresses of objects are masked: they differ at every run, and a killed run resumes the same.
 
     At most `limit_chars` characters: of an output or a one-line error the head is kept, of a longer
     error the tail, where a traceback names the cause.

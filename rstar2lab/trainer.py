@@ -101,29 +101,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dic
     return {prefix + key: value for key, value in found.items()}
 
 
-def selection_metrics(selected: Sequence[Selected]) -> dict[str, float]:
-    """Where every sampled trajectory went: sampled = kept + dropped, by reason."""
-    sizes = {status: 0 for status in ("trained", "rejected", "too_small")}
-    groups = dict(sizes)
+def selection_metrics(selected: Sequence[Selected]) -> dict[str, int]:
+    """Where every sampled trajectory went: sampled = kept + dropped, each for one named reason."""
+    groups = {"trained": 0, "rejected": 0, "too_small": 0}
+    scored = dict(groups)
     for s in selected:
         groups[s.status] += 1
-        sizes[s.status] += len(s.group.trajectories)
+        scored[s.status] += sum(t.stop is not StopReason.VOID for t in s.group.trajectories)
+    sampled = sum(len(s.group.trajectories) for s in selected)
     kept = sum(len(s.samples) for s in selected)
-    voided = sum(t.stop is StopReason.VOID for s in selected for t in s.group.trajectories)
-    voided_trained = sum(
-        t.stop is StopReason.VOID
-        for s in selected
-        if s.status == "trained"
-        for t in s.group.trajectories
-    )
-    return {
-        "groups_trained": groups["trained"],
-        "groups_rejected": groups["rejected"],
-        "groups_too_small": groups["too_small"],
-        "voided": voided,
-        "trajectories_sampled": sum(sizes.values()),
+    return {f"groups_{status}": count for status, count in groups.items()} | {
+        "trajectories_sampled": sampled,
         "trajectories_kept": kept,
-        "trajectories_not_selected": sizes["trained"] - voided_trained - kept,
+        "trajectories_not_selected": scored["trained"] - kept,
+        "trajectories_rejected": scored["rejected"],
+        "trajectories_too_small": scored["too_small"],
+        "voided": sampled - sum(scored.values()),
     }
 
 
@@ -154,10 +147,12 @@ class Trainer:
             runs.RunError: the folder is in use, or holds another run.
             TrainingError: too many void trajectories, or engine and learner disagree.
         """
+        config_json = cfg.to_json(self.config)
         if resume and self.folder.is_done:
+            self.folder.check_configuration(config_json)
             return
         self.folder.open(
-            cfg.to_json(self.config),
+            config_json,
             command=self._command,
             scale=self.config.run.scale,
             resume=resume,
