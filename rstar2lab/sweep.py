@@ -229,7 +229,7 @@ def execute_point(point: Point, template: str | Path) -> None:
     import papermill
 
     papermill.execute_notebook(
-        str(template),
+        runs.relative(template),
         str(Path(point.folder) / "run.ipynb"),
         point.notebook_parameters(),
         progress_bar=False,
