@@ -120,6 +120,13 @@ def selection_metrics(selected: Sequence[Selected]) -> dict[str, int]:
     }
 
 
+def _seconds(rollout: float, trajectories: Sequence[Trajectory], learner: float) -> dict:
+    """Wall seconds of the parts of a step; tool seconds are summed over calls that overlap."""
+    results = [result for t in trajectories for _, result in t.outcomes]
+    tools = sum(r.seconds + r.queue_seconds for r in results)
+    return {"seconds_rollout": rollout, "seconds_tools": tools, "seconds_learner": learner}
+
+
 class Trainer:
     """One run. `report` receives every metric row, `tick` every finished rollout."""
 
@@ -187,7 +194,8 @@ class Trainer:
     def _loop(self) -> None:
         every = self.config.records.checkpoint_every
         if self._step == 0 and not self.folder.rows():
-            self._log({"step": 0, "stage": 1} | self._evaluate(0))
+            nothing = rollout_metrics([]) | selection_metrics([]) | _seconds(0.0, [], 0.0)
+            self._log({"step": 0, "stage": 1} | nothing | self._evaluate(0))
         while self._step < self.config.run.steps:
             self._step += 1
             row = self._train_step(self._step)
@@ -238,18 +246,13 @@ class Trainer:
         update = self._update(samples, step)
         learned = time.monotonic()
         self._record(step, selected)
-        results = [result for t in trajectories for _, result in t.outcomes]
         return (
             {"step": step, "stage": 1}
             | rollout_metrics(trajectories)
             | rollout_metrics([s.trajectory for s in samples], "kept_")
             | selection_metrics(selected)
             | update
-            | {
-                "seconds_rollout": sampled - started,
-                "seconds_tools": sum(r.seconds + r.queue_seconds for r in results),
-                "seconds_learner": learned - sampled,
-            }
+            | _seconds(sampled - started, trajectories, learned - sampled)
         )
 
     def _check_voids(self, trajectories: Sequence[Trajectory]) -> None:
