@@ -221,4 +221,4 @@ def test_an_interrupt_leaves_a_whole_folder_and_says_how_to_go_on(
     steps = [row["step"] for row in folder.rows()]
     assert steps == list(range(len(steps))) and len(steps) >= 3
     assert not (out / ".lock").exists() and not folder.is_done
-    assert folder.load_checkpoint()["step"] >= 2
+    assert folder.load_checkpoint()["step"] in (steps[-1], steps[-1] - 1)
