@@ -1,5 +1,6 @@
 """The command line: reproduce · train · sweep · evaluate · figures · doctor."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -296,6 +297,8 @@ COMMANDS: dict[str, Callable] = {
 
 def main() -> None:
     """Entry point of `rstar2lab`. Known faults are one message, not a traceback."""
+    # Threads that wait by spinning make a busy machine six times slower; read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="rstar2lab", description=__doc__, config=(tyro.conf.AvoidSubcommands,)
