@@ -164,16 +164,12 @@ UNFRIENDLY = {
 
 @pytest.mark.parametrize("unit", UNFRIENDLY.values(), ids=UNFRIENDLY)
 @pytest.mark.parametrize("ending", ["", "</reason>", "</answer>"])
-def test_the_time_is_linear_in_the_text(unit, ending):
-    """10⁵ tags in seconds, and four times the text far below sixteen times the time."""
-    seconds = {}
-    for count in (25_000, 100_000):
-        text = unit * count + ending
-        started = time.process_time()
-        parse_turn(text)
-        seconds[count] = time.process_time() - started
-    assert seconds[100_000] < 3.0
-    assert seconds[100_000] < 10 * seconds[25_000] + 0.1
+def test_a_hundred_thousand_tags_are_read_in_seconds(unit, ending):
+    """Linear in the text: a reader that searches on from every tag takes minutes here."""
+    text = unit * 100_000 + ending
+    started = time.process_time()
+    parse_turn(text)
+    assert time.process_time() - started < 5
 
 
 MONSTERS = ['{"a":' * 50_000, "[" * 200_000, '"' + "\\" * 200_001, "9" * 200_000]
