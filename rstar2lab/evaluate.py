@@ -57,9 +57,11 @@ def tool_error_rate(rows: pd.DataFrame) -> float:
 
 def summarize(rows: pd.DataFrame) -> dict[str, float]:
     """The evaluation metrics of one step; correct trajectories also on their own (Fig 4)."""
-    rows = rows[~is_void(rows)]
+    void = is_void(rows)
+    rows = rows[~void]
     correct = rows[rows.correct]
     return {
+        "eval_voided": int(void.sum()),
         "eval_accuracy": float(rows.correct.mean()),
         "eval_tool_error_rate": tool_error_rate(rows),
         "eval_tool_error_rate_when_correct": tool_error_rate(correct),

@@ -180,6 +180,7 @@ class LocalLearner:
             )
             output.loss.backward()
             difference = (logprobs_BT.detach() - batch.old_logprobs_BT)[batch.mask_BT].abs()
+            difference = difference.nan_to_num(nan=float("inf"))  # NaN would pass every limit
             gap = max(gap, float(difference.max()) if len(difference) else 0.0)
             outputs.append(output)
             if on_microbatch is not None:

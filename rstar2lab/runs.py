@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pandas as pd
 from . import config as cfg
 from .types import Trajectory
 
+_PARTIAL = ".partial"  # of a file being written; what a kill leaves is swept at the next open
 PACKAGES = ("torch", "transformers", "numpy", "pandas", "rstar2lab")
 
 
@@ -34,7 +36,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a file that is never seen half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     payload = data.encode() if isinstance(data, str) else data
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(payload)
@@ -102,9 +104,13 @@ class RunFolder:
         self._lock = open(self.path / ".lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / ".lock")):
+                raise OSError("the lock was removed in between")
         except OSError:
             self._lock.close()
+            self._lock = None
             raise RunError(f"another process is writing {self.path}; stop it, or wait") from None
+        self._remove_partials()
         existing = self.path / "config.json"
         if not existing.exists():
             write_atomic(
@@ -112,24 +118,39 @@ class RunFolder:
             )
             write_atomic(existing, config_json)
             return
-        if existing.read_text() != config_json:
+        try:
+            self.check_configuration(config_json)
+        except RunError:
             self.close()
-            changes = _difference(existing.read_text(), config_json)
-            raise RunError(
-                f"{self.path} holds a run with another configuration ({changes}); "
-                "choose another folder or remove this one"
-            )
+            raise
         if not resume and (self.is_done or self.rows()):
             self.close()
             raise RunError(
                 f"{self.path} already holds a run; continue it with --resume, or remove the folder"
             )
 
+    def check_configuration(self, config_json: str) -> None:
+        """Raises: RunError if the folder holds a run of another configuration, with what differs."""
+        path = self.path / "config.json"
+        if path.exists() and path.read_text() != config_json:
+            raise RunError(
+                f"{self.path} holds a run with another configuration "
+                f"({_difference(path.read_text(), config_json)}); "
+                "choose another folder or remove this one"
+            )
+
     def close(self) -> None:
         if self._lock is not None:
+            (self.path / ".lock").unlink(missing_ok=True)  # still held: no one gets an orphan
             self._lock.close()
             self._lock = None
-            (self.path / ".lock").unlink(missing_ok=True)
+
+    def _remove_partials(self) -> None:
+        for path in self.path.glob(f"**/.*{_PARTIAL}"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     @property
     def is_done(self) -> bool:
@@ -166,6 +187,9 @@ class RunFolder:
         write_atomic(self.path / "parts" / f"{table}-{step:06d}.parquet", buffer.getvalue())
 
     def merge_parts(self, tables: Iterable[str] = ("eval", "trajectories")) -> None:
+        """One file per table; safe to be killed at any point and called again."""
+        merged = self.path / f".parts{_PARTIAL}"
+        shutil.rmtree(merged, ignore_errors=True)
         for table in tables:
             parts = sorted((self.path / "parts").glob(f"{table}-*.parquet"))
             if parts:
@@ -173,7 +197,9 @@ class RunFolder:
                 frame = pd.concat([pd.read_parquet(p) for p in parts], ignore_index=True)
                 frame.to_parquet(buffer, index=False, compression="zstd")
                 write_atomic(self.path / f"{table}.parquet", buffer.getvalue())
-        shutil.rmtree(self.path / "parts", ignore_errors=True)
+        if (self.path / "parts").exists():
+            os.replace(self.path / "parts", merged)  # at once: a half-removed folder merges wrong
+            shutil.rmtree(merged, ignore_errors=True)
 
     def read_table(self, table: str) -> pd.DataFrame:
         """`eval` or `trajectories`, also of a run that is still going on."""
@@ -275,7 +301,7 @@ def relative(path: str | Path) -> str:
 
 def command_line() -> str:
     """The command that started this process, as a person would type it."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def metrics_frame(path: str | Path) -> pd.DataFrame:

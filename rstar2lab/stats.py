@@ -27,6 +27,10 @@ class Interval:
     high: float
     n: int
 
+    def __str__(self) -> str:
+        bounds = f"[{self.low:+.3f}, {self.high:+.3f}]" if self.n > 1 else "(one unit, no interval)"
+        return f"{self.mean:+.3f} {bounds}"
+
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased chance that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).

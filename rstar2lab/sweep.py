@@ -127,6 +127,16 @@ def check_parameters(template: str | Path, parameters: dict) -> None:
         )
 
 
+def check_configurations(points: Sequence[Point]) -> None:
+    """Refuse folders that hold a run of another configuration: they would pass for these points.
+
+    Raises:
+        runs.RunError: with what differs, for the first such folder.
+    """
+    for point in points:
+        runs.RunFolder(point.folder).check_configuration(cfg.to_json(point.load_config()))
+
+
 def run(
     points: Sequence[Point],
     *,
@@ -137,10 +147,12 @@ def run(
     """Execute the points that are not done. `report` receives (point, step, steps).
 
     Raises:
+        runs.RunError: a folder holds a run of another configuration.
         SweepError: an undeclared parameter, or points that failed (the others have finished).
         KeyboardInterrupt: after the running points have been stopped.
     """
     report = report or (lambda point, step, steps: None)
+    check_configurations(points)
     waiting = [point for point in points if not point.is_done]
     if not waiting:
         return
@@ -217,7 +229,7 @@ def execute_point(point: Point, template: str | Path) -> None:
     import papermill
 
     papermill.execute_notebook(
-        str(template),
+        runs.relative(template),
         str(Path(point.folder) / "run.ipynb"),
         point.notebook_parameters(),
         progress_bar=False,

@@ -101,30 +101,30 @@ def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dic
     return {prefix + key: value for key, value in found.items()}
 
 
-def selection_metrics(selected: Sequence[Selected]) -> dict[str, float]:
-    """Where every sampled trajectory went: sampled = kept + dropped, by reason."""
-    sizes = {status: 0 for status in ("trained", "rejected", "too_small")}
-    groups = dict(sizes)
+def selection_metrics(selected: Sequence[Selected]) -> dict[str, int]:
+    """Where every sampled trajectory went: sampled = kept + dropped, each for one named reason."""
+    groups = {"trained": 0, "rejected": 0, "too_small": 0}
+    scored = dict(groups)
     for s in selected:
         groups[s.status] += 1
-        sizes[s.status] += len(s.group.trajectories)
+        scored[s.status] += sum(t.stop is not StopReason.VOID for t in s.group.trajectories)
+    sampled = sum(len(s.group.trajectories) for s in selected)
     kept = sum(len(s.samples) for s in selected)
-    voided = sum(t.stop is StopReason.VOID for s in selected for t in s.group.trajectories)
-    voided_trained = sum(
-        t.stop is StopReason.VOID
-        for s in selected
-        if s.status == "trained"
-        for t in s.group.trajectories
-    )
-    return {
-        "groups_trained": groups["trained"],
-        "groups_rejected": groups["rejected"],
-        "groups_too_small": groups["too_small"],
-        "voided": voided,
-        "trajectories_sampled": sum(sizes.values()),
+    return {f"groups_{status}": count for status, count in groups.items()} | {
+        "trajectories_sampled": sampled,
         "trajectories_kept": kept,
-        "trajectories_not_selected": sizes["trained"] - voided_trained - kept,
+        "trajectories_not_selected": scored["trained"] - kept,
+        "trajectories_rejected": scored["rejected"],
+        "trajectories_too_small": scored["too_small"],
+        "voided": sampled - sum(scored.values()),
     }
+
+
+def _seconds(rollout: float, trajectories: Sequence[Trajectory], learner: float) -> dict:
+    """Wall seconds of the parts of a step; tool seconds are summed over calls that overlap."""
+    results = [result for t in trajectories for _, result in t.outcomes]
+    tools = sum(r.seconds + r.queue_seconds for r in results)
+    return {"seconds_rollout": rollout, "seconds_tools": tools, "seconds_learner": learner}
 
 
 class Trainer:
@@ -154,10 +154,12 @@ class Trainer:
             runs.RunError: the folder is in use, or holds another run.
             TrainingError: too many void trajectories, or engine and learner disagree.
         """
+        config_json = cfg.to_json(self.config)
         if resume and self.folder.is_done:
+            self.folder.check_configuration(config_json)
             return
         self.folder.open(
-            cfg.to_json(self.config),
+            config_json,
             command=self._command,
             scale=self.config.run.scale,
             resume=resume,
@@ -192,7 +194,8 @@ class Trainer:
     def _loop(self) -> None:
         every = self.config.records.checkpoint_every
         if self._step == 0 and not self.folder.rows():
-            self._log({"step": 0, "stage": 1} | self._evaluate(0))
+            nothing = rollout_metrics([]) | selection_metrics([]) | _seconds(0.0, [], 0.0)
+            self._log({"step": 0, "stage": 1} | nothing | self._evaluate(0))
         while self._step < self.config.run.steps:
             self._step += 1
             row = self._train_step(self._step)
@@ -243,18 +246,13 @@ class Trainer:
         update = self._update(samples, step)
         learned = time.monotonic()
         self._record(step, selected)
-        results = [result for t in trajectories for _, result in t.outcomes]
         return (
             {"step": step, "stage": 1}
             | rollout_metrics(trajectories)
             | rollout_metrics([s.trajectory for s in samples], "kept_")
             | selection_metrics(selected)
             | update
-            | {
-                "seconds_rollout": sampled - started,
-                "seconds_tools": sum(r.seconds + r.queue_seconds for r in results),
-                "seconds_learner": learned - sampled,
-            }
+            | _seconds(sampled - started, trajectories, learned - sampled)
         )
 
     def _check_voids(self, trajectories: Sequence[Trajectory]) -> None:

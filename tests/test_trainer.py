@@ -88,6 +88,8 @@ def test_every_sampled_trajectory_is_kept_or_dropped_for_one_named_reason(groups
     assert metrics["trajectories_sampled"] == sum(map(len, groups)) == sum(lost.values())
     assert metrics["trajectories_kept"] == lost["kept"]
     assert metrics["trajectories_not_selected"] == lost["not selected"]
+    assert metrics["trajectories_rejected"] == lost["rejected"]
+    assert metrics["trajectories_too_small"] == lost["too_small"]
     assert metrics["voided"] == lost["void"]
     assert sum(metrics[f"groups_{s}"] for s in ("trained", "rejected", "too_small")) == len(groups)
 
@@ -245,6 +247,8 @@ def test_a_finished_run_is_not_run_again_nor_overwritten(finished, cold_model):
     before = (finished / "metrics.jsonl").read_bytes()
     run(finished, cold_model, resume=True)
     assert (finished / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(runs.RunError, match=r"run.steps: 4 there, 5 asked"):
+        run(finished, cold_model, resume=True, run__steps=5)
     with pytest.raises(runs.RunError, match="already holds a run.*--resume"):
         run(finished, cold_model)
     with pytest.raises(runs.RunError, match=r"optimizer.lr: 0.0005 there, 0.001 asked"):
@@ -277,6 +281,12 @@ def test_an_engine_that_misses_an_update_stops_the_run(tmp_path, cold_model, mon
     with pytest.raises(TrainingError, match="engine and learner log-probs differ by"):
         run(tmp_path / "a-s0", cold_model, optimizer__lr=5e-3)
     assert not (tmp_path / "a-s0" / "DONE.json").exists()
+
+
+def test_training_on_a_truncated_distribution_is_refused_before_it_starts(tmp_path, cold_model):
+    with pytest.raises(cfg.ConfigError, match="rollout.top_p=0.9.*train with rollout.top_p=1"):
+        run(tmp_path / "a-s0", cold_model, rollout__top_p=0.9)
+    assert not (tmp_path / "a-s0").exists()
 
 
 def outage_every(number: int):

@@ -38,7 +38,13 @@ def build(settings: cfg.Model, vocabulary_size: int, seed: int):
 
 
 def load(path: str | Path):
-    """A Qwen3 checkpoint folder in float32."""
+    """A Qwen3 checkpoint folder in float32.
+
+    Raises:
+        ConfigError: there is no checkpoint; a mistyped path never becomes a download.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise cfg.ConfigError(f"no checkpoint at {path}: expected a folder with config.json")
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
 

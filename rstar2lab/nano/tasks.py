@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..config import ConfigError
 from ..types import Problem
 
 Operands = dict[str, int]
+_MOST_MISSES = 20_000  # draws without a new question before a family counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,25 @@ def solve(family: Family, operands: Operands) -> int:
 
 
 def problems(count: int, *, seed: int, held_out: bool) -> list[Problem]:
-    """`count` distinct problems of one side of the split, families in equal shares."""
+    """`count` distinct problems of one side of the split, families in equal shares.
+
+    Raises:
+        ConfigError: a family has no further question; 6,700 train and 650 held-out ones exist.
+    """
     rng = np.random.default_rng([seed, int(held_out)])
     found: dict[str, Problem] = {}
+    misses = 0
     while len(found) < count:
         family = FAMILIES[len(found) % len(FAMILIES)]
         question, operands = draw_instance(rng, family)
+        misses += 1
+        if misses > _MOST_MISSES:
+            raise ConfigError(
+                f"family {family.name!r} has no further question for problem {len(found) + 1} of "
+                f"{count}; lower problems.{'held_out' if held_out else 'train'}"
+            )
         if is_held_out(question) is held_out and question not in found:
-            number = len(found)
+            misses, number = 0, len(found)
             found[question] = Problem(
                 id=f"nano-{'test' if held_out else 'train'}-{number:05d}",
                 question=question,
