@@ -31,6 +31,7 @@ MACHINE = re.compile(
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|AKIA[0-9A-Z]{16}")
 
 SMALL_PARAMETERS = {
+    "01_protocol": {},
     "07_roc": {"draws": 300, "replays": 2},
 }
 
