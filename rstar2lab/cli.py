@@ -1,6 +1,7 @@
 """The command line: reproduce · train · sweep · evaluate · figures · doctor."""
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -318,7 +319,7 @@ def resume_command(argv: list[str]) -> str:
     words = ["rstar2lab", *argv[1:]]
     if "train" in argv[1:2] and "--resume" not in argv:
         words.append("--resume")
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _known_errors() -> tuple[type[Exception], ...]:

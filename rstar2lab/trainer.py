@@ -153,7 +153,13 @@ class Trainer:
         Raises:
             runs.RunError: the folder is in use, or holds another run.
             TrainingError: too many void trajectories, or engine and learner disagree.
+            ConfigError: top-p below 1, which the learner's log-probs do not follow.
         """
+        if self.config.rollout.top_p < 1:
+            raise cfg.ConfigError(
+                f"rollout.top_p={self.config.rollout.top_p}: the learner's log-probs are of the "
+                "full distribution; train with rollout.top_p=1 (§5.1)"
+            )
         config_json = cfg.to_json(self.config)
         if resume and self.folder.is_done:
             self.folder.check_configuration(config_json)
