@@ -85,7 +85,6 @@ class Template:
         return text, spans
 
     def _rendered(self, messages, tools, opened) -> tuple[str, list[Span]]:
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -97,7 +96,7 @@ class Template:
                 return_assistant_tokens_mask=bool(_MARKER.search(self.jinja)),
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # the boundary to a foreign program
             raise TemplateError(f"{self.source}: {type(error).__name__}: {error}") from error
         return texts[0], (spans[0] if spans else [])
 
@@ -269,12 +268,13 @@ def _opening(template: Template, said: str, user: str, tools: list[dict]) -> lis
 
 def _respond(template: Template, opening: list[Message], tools: list[dict]):
     """How a tool response is put: as the role "tool", else in a user message."""
+    response = _PROGRAMS[0][1]  # of two lines: some templates write it as JSON
     for message in (_by_tool, _by_user):
         try:
-            text = template.render([*opening, _plain("", "1"), message("RESPONSE")], tools=tools)
+            text = template.render([*opening, _plain("", "1"), message(response)], tools=tools)
         except TemplateError:
             continue
-        if text.count("RESPONSE") == 1:
+        if text.count(response) == 1:
             return message
     raise TemplateError(
         "a tool response is shown neither from the role tool nor from the user", "tool response"
@@ -370,9 +370,7 @@ def _play(voice: _Voice, form, generation: str, prefix: str, thought: str) -> _P
         _expect(opened, closed + generation)
         before, shown, after = opened[end + len(stop) :].partition(response)
         if not shown:
-            raise TemplateError(
-                f"the tool response {response!r} is not shown as it is", "tool response"
-            )
+            raise TemplateError(f"the response {response!r} is not shown", "tool response")
         frames.append((before, after, stop))
         turn = written[len(whole + generation) : end] + stop
         pieces += [(turn, False), (before, False), (response, True), (after, False)]
@@ -466,9 +464,16 @@ def _markers(voice: _Voice, played: _Played) -> Finding:
     turns = [turn for turn, _ in played.pieces[1::4]]
     if marked == turns:
         return Finding(name, "ok", "around each turn, the stop token included")
-    if all(turn.removesuffix(stop) == m for turn, m in zip(turns, marked, strict=False)):
+    if len(marked) != len(turns):
+        return Finding(name, "FAIL", f"mark {len(marked)} spans where {len(turns)} turns are")
+    pairs = list(zip(turns, marked, strict=True))
+    if all(turn in m for turn, m in pairs):
+        first = marked[0].split(turns[0])
+        found = f"mark more than is sampled: {first[0]!r} before a turn, {first[1]!r} after it"
+        return Finding(name, "note", found)
+    if all(turn.removesuffix(stop) in m for turn, m in pairs):
         return Finding(name, "FAIL", f"end before {stop!r}, so that stopping is never trained")
-    return Finding(name, "FAIL", f"{marked[:1]} is marked where the turn is {turns[:1]}")
+    return Finding(name, "FAIL", f"mark {marked[:1]} where the turn is {turns[:1]}")
 
 
 def _tokens(template: Template, played: _Played) -> Finding:

@@ -51,6 +51,17 @@ MARKED = chatml(
 MARKED_WITHOUT_STOP = chatml(
     _HEADER + "{%- generation %}" + _CONTENT + "{%- endgeneration %}" + _END
 )
+MARKED_BEYOND = chatml(
+    _HEADER + "{%- generation %}" + _CONTENT + _END + "{%- endgeneration %}"
+)
+MARKED_ONCE = chatml(
+    _HEADER
+    + "{%- if loop.index < 5 %}{%- generation %}"
+    + _CONTENT
+    + "{{- '<|im_end|>' }}{%- endgeneration %}{%- else %}"
+    + _CONTENT
+    + "{{- '<|im_end|>' }}{%- endif %}{{- '\\n' }}"
+)
 MARKED_EVERYWHERE = "{%- generation %}" + APPEND_ONLY + "{%- endgeneration %}"
 STRIPS_REASONING = chatml(
     _HEADER
@@ -104,6 +115,10 @@ FORCES_A_TAG = chatml(
 FORCES_THINKING = chatml(
     _HEADER + _CONTENT + _END,
     opened="{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+)
+# the role "tool" writes JSON: a response of two lines becomes one
+TOOL_AS_JSON = APPEND_ONLY.replace(
+    "\\n<tool_response>\\n' + message.content", "\\n<tool_response>\\n' + (message.content | tojson)"
 )
 # no system message, no tools, no role "tool", another call form; turns must alternate
 PLAIN_TURNS = """

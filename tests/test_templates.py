@@ -48,6 +48,7 @@ def chat_of(jinja: str, tools: bool = True) -> protocol.ChatFormat:
         (chats.ASKS_TWICE, "question", "shown 2 times"),
         (chats.MARKED_WITHOUT_STOP, "generation markers", "stopping is never trained"),
         (chats.MARKED_EVERYWHERE, "generation markers", "mark everything"),
+        (chats.MARKED_ONCE, "generation markers", "mark 1 spans where 2 turns are"),
         ("{{- raise_exception('no')", "template", "TemplateSyntaxError"),
         ("{{- raise_exception('not for you') }}", "template", "not for you"),
         ("always the same", "tool response", "neither from the role tool"),
@@ -74,6 +75,17 @@ def test_without_generation_markers_a_rollout_works_and_a_mask_is_refused():
         template(chats.APPEND_ONLY).marked_spans(dialogue)
     with pytest.raises(TemplateError, match="generation markers mark nothing"):
         template(chats.MARKED).marked_spans(dialogue[:1])
+
+
+def test_markers_that_hold_more_than_a_turn_are_a_note():
+    """Several published templates mark the line break after the stop token too."""
+    verdict, found = verdicts(chats.MARKED_BEYOND)["generation markers"]
+    assert verdict == "note" and "'' before a turn, '\\n' after it" in found
+
+
+def test_a_tool_role_that_writes_json_gives_way_to_a_user_message():
+    chat = chat_of(chats.TOOL_AS_JSON)
+    assert chat.frame.before_response == "\n<|im_start|>user\n<tool_response>\n"
 
 
 def test_with_markers_the_last_marked_token_of_every_turn_is_the_stop_token():
