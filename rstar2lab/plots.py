@@ -114,7 +114,8 @@ def curve(df: pd.DataFrame, ax: Axes | None = None, *, metric_label: str, **name
     ax.set(xlabel="training step", ylabel=metric_label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=_ROUND))
     ax.margins(x=0.01)
-    ax.legend(fontsize="small")
+    if len(df):
+        ax.legend(fontsize="small")
     return ax
 
 

@@ -130,7 +130,7 @@ class RunFolder:
             )
 
     def check_configuration(self, config_json: str) -> None:
-        """Raises: RunError if the folder holds a run of another configuration, with what differs."""
+        """Raises: RunError if the folder holds a run of another configuration, naming it."""
         path = self.path / "config.json"
         if path.exists() and path.read_text() != config_json:
             raise RunError(
@@ -301,7 +301,8 @@ def relative(path: str | Path) -> str:
 
 def command_line() -> str:
     """The command that started this process, as a person would type it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return shlex.join(["rstar2lab" if name == "cli.py" else name, *sys.argv[1:]])
 
 
 def metrics_frame(path: str | Path) -> pd.DataFrame:
