@@ -118,7 +118,7 @@ FORCES_THINKING = chatml(
 )
 # the role "tool" writes JSON: a response of two lines becomes one
 TOOL_AS_JSON = APPEND_ONLY.replace(
-    "\\n<tool_response>\\n' + message.content", "\\n<tool_response>\\n' + (message.content | tojson)"
+    "<tool_response>\\n' + message.content", "<tool_response>\\n' + (message.content | tojson)"
 )
 # no system message, no tools, no role "tool", another call form; turns must alternate
 PLAIN_TURNS = """
