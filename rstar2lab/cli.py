@@ -225,19 +225,22 @@ def figures(
         print(path)
 
 
-def doctor(vllm: Path | None = None) -> None:
+def doctor(vllm: Path | None = None, template: str | None = None) -> None:
     """Check Python, torch, the sandbox, the verifier, the engine and the optional packages.
 
     Args:
         vllm: a checkpoint folder: also load it in vLLM and compare log-probs.
+        template: only check the chat template of this tokenizer folder, or of a model in the local
+            Hugging Face cache: whether a rollout may append to what it renders.
     """
     from . import doctor as checks
 
-    found = checks.examine()
+    found = checks.examine() if template is None else checks.template_checks(template)
     if vllm is not None:
         found.append(checks.vllm_check(vllm))
+    width = max(16, *(len(check.name) for check in found))
     for check in found:
-        print(f"{check.verdict:5} {check.name:16} {check.found}")
+        print(f"{check.verdict:5} {check.name:{width}} {check.found}")
     if any(check.verdict == "FAIL" for check in found):
         raise SystemExit(1)
 
@@ -326,7 +329,11 @@ def _known_errors() -> tuple[type[Exception], ...]:
     from .sandbox.levels import SandboxError
 
     known: list[type[Exception]] = [ConfigError, MissingExtra, RunError, SandboxError]
-    for module, name in (("sweep", "SweepError"), ("trainer", "TrainingError")):
+    for module, name in (
+        ("sweep", "SweepError"),
+        ("templates", "TemplateError"),
+        ("trainer", "TrainingError"),
+    ):
         loaded = sys.modules.get(f"rstar2lab.{module}")
         if loaded is not None:
             known.append(getattr(loaded, name))

@@ -79,7 +79,9 @@ class Problems(_Section):
 class Chat(_Section):
     """Prompt format and turn limits (§2.1, Fig 3)."""
 
-    style: Literal["nano", "paper", "release"] = "paper"
+    style: Literal["nano", "paper", "release", "template"] = Field(
+        "paper", description='"template": the checkpoint\'s own, if it passes `templates.check`'
+    )
     tools: bool = True
     max_turns: int = Field(10, gt=0, description="T; 10 / 10 / 15 by stage (§5.1), release 5")
     max_calls_per_turn: int = Field(
@@ -210,6 +212,11 @@ class Config(_Section):
             raise ValueError(
                 f"rollout.max_response_tokens={response} leaves no room for the prompt in "
                 f"model.max_tokens={context}; lower it or raise max_tokens"
+            )
+        if self.chat.style == "template" and self.model.source == "cold_start":
+            raise ValueError(
+                "chat.style='template' takes the checkpoint's own template, and a cold start has "
+                "none; set model.source to a checkpoint folder, or choose nano, paper or release"
             )
         if self.rollout.prompts_per_step > self.problems.train:
             raise ValueError(

@@ -130,6 +130,17 @@ def vllm_check(model_path) -> Check:
     return Check("vllm parity", "ok" if gap < limit else "FAIL", text)
 
 
+def template_checks(source) -> list[Check]:
+    """The prefix check of a tokenizer folder's chat template, line by line (§2.1)."""
+    from . import templates
+
+    try:
+        found = templates.check(templates.load(source))
+    except templates.TemplateError as error:
+        return [Check("template", "FAIL", str(error))]
+    return [Check(finding.name, finding.verdict, finding.found) for finding in found]
+
+
 def _optional(package: str) -> Callable[[], tuple[Verdict, str]]:
     def check() -> tuple[Verdict, str]:
         if extras.is_installed(package):

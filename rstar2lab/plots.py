@@ -207,6 +207,28 @@ def selectors(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarra
     return axes
 
 
+@style()
+def reward_by_failed_calls(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """How often a trajectory is right, by the number of its failed calls; one mark per arm.
+
+    df: columns arm, failed, mean, low, high, n (shares of right ones, n trajectories or problems).
+    A reward that saw failing calls would fall to 0 beyond the first mark.
+    """
+    ax = _axes(ax)
+    arms = _by_arm(df)
+    for place, (arm, rows) in enumerate(arms):
+        color, _ = _look(arm, df.arm)
+        x = rows.failed + 0.16 * (place - (len(arms) - 1) / 2)
+        ax.vlines(x, rows.low, rows.high, color=color, linewidth=2)
+        ax.plot(x, rows["mean"], _MARKERS[place % len(_MARKERS)], color=color, label=_label(arm))
+    ax.set(xlabel="failed calls in the trajectory", ylabel="right answers (%)")
+    ax.set_ylim(0, 1.03)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.yaxis.set_major_formatter(_percent())
+    ax.legend(fontsize="small")
+    return ax
+
+
 def caption(scale: str, steps: int, seeds: int, host: str = "2 CPU cores") -> str:
     """What a reader must know of a figure's data: model scale, steps, seeds, host."""
     return f"{scale} · {steps} steps · {seeds} seed{'s' * (seeds != 1)} · {host}"

@@ -66,11 +66,23 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
+class Frame:
+    """The template's own text around a question and around a tool response."""
+
+    before_question: str = "<|im_start|>user\n"
+    after_question: str = "<|im_end|>\n<|im_start|>assistant\n"
+    before_response: str = "\n<|im_start|>user\n<tool_response>"
+    after_response: str = "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    stop_token: str = STOP_TOKEN  # ends an assistant turn: sampled, hence trained
+
+
+@dataclass(frozen=True)
 class ChatFormat:
     """The words around a dialogue; everything that a template would decide, as data.
 
-    `assistant_prefix` is forced at the start of assistant turns and is prompt, hence untrained:
-    the paper opens the first turn with `<think>`, the release every turn with `<reason>`.
+    A prefix is forced at the start of assistant turns and is prompt, hence untrained:
+    the paper opens the first turn with `<think>`, the release every turn with `<reason>`. The
+    frame is ChatML, or read from a model's own template (`templates.chat_format`).
     """
 
     system: str
@@ -79,13 +91,13 @@ class ChatFormat:
     next_prefix: str = ""
     tool_names: tuple[str, ...] = (TOOL_NAME, RELEASE_TOOL_NAME)
     response_chars: int = 20_000  # cap on a tool response, in characters; the tail is kept
+    frame: Frame = Frame()
 
     def prompt(self, question: str) -> str:
         """The text of the prompt, up to and including the opened assistant turn."""
         system = f"<|im_start|>system\n{self.system}<|im_end|>\n" if self.system else ""
-        user = self.user.format(question=question)
-        opened = f"<|im_start|>assistant\n{self.first_prefix}"
-        return f"{system}<|im_start|>user\n{user}<|im_end|>\n{opened}"
+        asked = self.frame.before_question + self.user.format(question=question)
+        return f"{system}{asked}{self.frame.after_question}{self.first_prefix}"
 
 
 def chat_format(style: str, *, tools: bool, response_chars: int) -> ChatFormat:
@@ -120,40 +132,51 @@ class ParsedTurn:
     answers: list[str]
 
 
-_TAG = re.compile(r"<(reason|tool_call|answer)>")
+_TAG = re.compile(r"<(/?)(reason|tool_call|answer)>")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, no file or tokenizer takes it
 
 
-def _closing(text: str, tag: str, start: int) -> int:
-    """Where the block opened before `start` closes; -1 if it never does, or reopens first."""
-    end = text.find(f"</{tag}>", start)
-    reopened = text.find(f"<{tag}>", start)
-    return -1 if end < 0 or 0 <= reopened < end and tag == "reason" else end
+def _blocks(text: str) -> list[tuple[str, int, int, int]]:
+    """Every opening tag that closes: its name, where its contents start and end, where it ends.
+
+    A block closes at the next closing tag of its name. A `<reason>` that opens again before that
+    never closes. One pass from the right, so that the time is linear in the text.
+    """
+    blocks, closing = [], {}
+    for match in reversed(list(_TAG.finditer(text))):
+        is_closing, name = match[1], match[2]
+        if is_closing:
+            closing[name] = match
+            continue
+        end = closing.get(name)
+        if end is not None:
+            blocks.append((name, match.end(), end.start(), end.end()))
+        if name == "reason":
+            closing.pop(name, None)
+    return blocks[::-1]
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Read one assistant turn from left to right.
+    """Read one assistant turn from left to right; any text has exactly one reading.
 
     A call needs both tags. A call inside a closed `<reason>` block is part of the thought and is
     not a call; after an unclosed `<reason>` it is one. An answer counts wherever it is closed, but
-    not inside a call.
+    not inside a call. Other tags, `<think>` among them, are plain text.
     """
     reasoning, calls, answers = [], [], []
-    position = 0
-    while match := _TAG.search(text, position):
-        tag, start = match[1], match.end()
-        end = _closing(text, tag, start)
-        position = start if end < 0 else end + len(tag) + 3
-        if end < 0:
+    position = reason_end = 0
+    for name, start, end, after in _blocks(text):
+        if start < position or (start < reason_end and (name != "answer" or after > reason_end)):
             continue
-        body = text[start:end]
-        if tag == "tool_call":
-            calls.append(parse_call(body))
-        elif tag == "answer":
-            answers.append(body)
+        if name == "reason":
+            reasoning.append(text[start:end])
+            reason_end = after
+            continue
+        position = after
+        if name == "tool_call":
+            calls.append(parse_call(text[start:end]))
         else:
-            reasoning.append(body)
-            answers += re.findall(r"<answer>(.*?)</answer>", body, re.DOTALL)
+            answers.append(text[start:end])
     return ParsedTurn(reasoning, calls, answers)
 
 
@@ -232,10 +255,8 @@ def response_text(call: ToolCall, result: ToolResult, limit_chars: int) -> str:
 def encode_response(text: str, chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:
     """The tokens that answer a turn: end of the assistant turn's line, tool response, next header.
 
-    The assistant's own `<|im_end|>` was sampled and is not repeated. All of these have mask 0.
+    The assistant's own stop token was sampled and is not repeated. All of these have mask 0.
     """
-    before = tokenizer.encode("\n<|im_start|>user\n<tool_response>")
-    after = tokenizer.encode(
-        f"</tool_response><|im_end|>\n<|im_start|>assistant\n{chat.next_prefix}"
-    )
+    before = tokenizer.encode(chat.frame.before_response)
+    after = tokenizer.encode(chat.frame.after_response + chat.next_prefix)
     return before + tokenizer.encode(text, special=False) + after

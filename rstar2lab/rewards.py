@@ -1,6 +1,7 @@
 r"""The answer-only reward (Eq 3): 1 if the boxed answer equals the reference, else 0.
 
-The answer is the last `\boxed{}` inside the last closed `<answer>` block. Integers are compared
+The answer is the last `\boxed{}` inside the last closed `<answer>` block, the blocks being those of
+`protocol.parse_turn`: what Eq 5 counts and what Eq 3 scores are the same. Integers are compared
 here, digit by digit; everything else goes to math-verify in a killable process (`verifier`), which
 is imported on first need: the one exception to this module being pure. There is no format, length
 or tool term.
@@ -11,9 +12,11 @@ by "or", so a box in the reasoning or a number printed by a tool can count.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from . import protocol
 
 Reason = Literal[
     "exact_integer",
@@ -50,23 +53,35 @@ Check = Callable[[str, str], Verdict]
 def answer_reward(response_text: str, gold: str, check: Check | None = None) -> Verdict:
     r"""Score a whole response given as flat text (Eq 3).
 
-    `<tool_response>…</tool_response>` spans are removed first, an unclosed one to the end. A
-    trainer that has the loss mask passes model-written text only: a tool can print the tags.
+    `<tool_response>…</tool_response>` spans are removed first, an unclosed one to the end: a tool
+    can print the tags. A trainer that has the turns takes `turns_reward`.
 
     Raises: ValueError if `gold` is empty; ServiceFailure if the verifier cannot decide.
     """
-    answer = _last_answer(_without_tool_responses(response_text))
-    box = None if answer is None else _last_box(answer)
+    return turns_reward([_without_tool_responses(response_text)], gold, check)
+
+
+def turns_reward(turn_texts: Sequence[str], gold: str, check: Check | None = None) -> Verdict:
+    r"""Score a trajectory by the texts that the model wrote, one per turn (Eq 3).
+
+    Each turn is read by itself, so that no answer spans two; the last closed answer of all counts.
+    Nothing is removed: `<tool_response>` written by the model is plain text.
+
+    Raises: ValueError if `gold` is empty; ServiceFailure if the verifier cannot decide.
+    """
+    answers = [answer for text in turn_texts for answer in protocol.parse_turn(text).answers]
+    box = _last_box(answers[-1]) if answers else None
     return verify(None if box is None else f"\\boxed{{{box}}}", gold, check)
 
 
 def extract_answer(response_text: str) -> str | None:
     r"""Contents of the last `\boxed{}` inside the last closed `<answer>` block.
 
-    None if there is no closed block, no box in it, or the last box is unclosed or empty.
+    None if there is no closed block, no box in it, or the last box is unclosed or empty. A block
+    inside a tool call is a part of the program, not an answer.
     """
-    answer = _last_answer(response_text)
-    return None if answer is None else _last_box(answer) or None
+    answers = protocol.parse_turn(response_text).answers
+    return (_last_box(answers[-1]) or None) if answers else None
 
 
 def verify(prediction: str | None, gold: str, check: Check | None = None) -> Verdict:
@@ -110,16 +125,6 @@ def _without_tool_responses(text: str) -> str:
         if not opened:
             return "\n".join(kept)
         rest = rest.partition("</tool_response>")[2]
-
-
-def _last_answer(text: str) -> str | None:
-    last, rest = None, text
-    while True:
-        rest = rest.partition("<answer>")[2]
-        content, closed, rest = rest.partition("</answer>")
-        if not closed:
-            return last
-        last = content
 
 
 _BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)

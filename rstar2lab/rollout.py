@@ -213,8 +213,8 @@ def score(trajectory: Trajectory, problem: Problem, check=None) -> Trajectory:
         return replace(trajectory, reward=None, reason=trajectory.reason or "void")
     if trajectory.stop in (StopReason.LENGTH, StopReason.CONTEXT):
         return replace(trajectory, reward=0.0, reason="truncated")
-    written = "\n".join(turn.text for turn in trajectory.turns)
-    verdict = rewards.answer_reward(written, problem.answer, check)
+    written = [turn.text for turn in trajectory.turns]
+    verdict = rewards.turns_reward(written, problem.answer, check)
     return replace(trajectory, reward=float(verdict.correct), reason=verdict.reason)
 
 
@@ -224,6 +224,25 @@ def score_or_void(trajectory: Trajectory, problem: Problem, check=None) -> Traje
         return score(trajectory, problem, check)
     except rewards.ServiceFailure as failure:
         return replace(trajectory, stop=StopReason.VOID, reward=None, reason=f"void: {failure}")
+
+
+class _NeedsChecker(Exception):
+    """The answer is no integer: the slow path is needed."""
+
+
+def _not_here(prediction: str, gold: str) -> rewards.Verdict:
+    raise _NeedsChecker
+
+
+async def scored(trajectory: Trajectory, problem: Problem) -> Trajectory:
+    """`score_or_void` that does not hold up the event loop: only integers are compared in it.
+
+    Other answers may take the verifier's whole deadline; they wait for it in a thread.
+    """
+    try:
+        return score_or_void(trajectory, problem, _not_here)
+    except _NeedsChecker:
+        return await asyncio.to_thread(score_or_void, trajectory, problem)
 
 
 async def rollout_groups(
@@ -239,7 +258,7 @@ async def rollout_groups(
     """
 
     async def one(problem: Problem, sample: int, own: RolloutSettings) -> Trajectory:
-        trajectory = score_or_void(await rollout(problem, sample, actors, own), problem)
+        trajectory = await scored(await rollout(problem, sample, actors, own), problem)
         if on_done is not None:
             on_done(trajectory)
         return trajectory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from . import config as cfg
-from . import evaluate, protocol
+from . import evaluate, protocol, templates
 from . import rollout as rollouts
 from .engines.torch_engine import TorchEngine
 from .nano import model, tasks
@@ -35,10 +35,8 @@ class Workbench:
             max_tokens=config.model.max_tokens,
             tool_steps=config.engine.tool_steps,
         )
-        chat = protocol.chat_format(
-            config.chat.style, tools=config.chat.tools, response_chars=config.chat.response_chars
-        )
-        tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json")
+        chat = _chat(config.chat, model_path)
+        tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json", chat.frame.stop_token)
         self.actors = rollouts.Actors(engine, self.sandbox, tokenizer, chat)
         settings = config.problems
         self.train_problems, self.held_out = (
@@ -104,6 +102,14 @@ class Workbench:
             self._tick(part, done, total)
 
         return on_done
+
+
+def _chat(settings: cfg.Chat, model_path: str | Path) -> protocol.ChatFormat:
+    """The format by name, or the checkpoint's own template after the check."""
+    named = {"tools": settings.tools, "response_chars": settings.response_chars}
+    if settings.style == "template":
+        return templates.chat_format(templates.load(model_path), **named)
+    return protocol.chat_format(settings.style, **named)
 
 
 def _sandbox(settings: cfg.SandboxLimits) -> Sandbox:

@@ -31,6 +31,8 @@ MACHINE = re.compile(
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|AKIA[0-9A-Z]{16}")
 
 SMALL_PARAMETERS = {
+    "01_protocol": {},
+    "05_reward_noise": {"resamples": 200},
     "07_roc": {"draws": 300, "replays": 2},
 }
 
@@ -235,6 +237,17 @@ def test_smoke_the_roc_notebook_runs_on_any_recorded_sweep(tmp_path):
     assert len(figures(out)) >= 2
     shown = json.dumps([output.get("data", {}) for output in outputs(out)])
     assert "stand-in data" in shown and "12 of 12 recorded groups" in shown
+
+
+@pytest.mark.full
+def test_the_reward_noise_notebook_runs_on_any_recorded_sweep(tmp_path):
+    for name in ("grpo_tool-s0", "grpo_tool-s1", "grpo_roc-s0"):
+        write_recorded_run(tmp_path / "sweep" / name, groups=6, seed=len(name))
+    small = SMALL_PARAMETERS["05_reward_noise"] | {"results": str(tmp_path / "sweep")}
+    out = run("05_reward_noise", tmp_path / "out.ipynb", small, ROOT / "tests")
+    assert len(figures(out)) == 2
+    shown = json.dumps([output.get("data", {}) for output in outputs(out)])
+    assert "stand-in data" in shown and "arms grpo_tool, grpo_roc" in shown
 
 
 @pytest.mark.full

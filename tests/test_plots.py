@@ -60,6 +60,13 @@ def selector_frame():
     return pd.DataFrame(rows)
 
 
+def failed_calls_frame():
+    """Right answers by failed calls: two arms, the second without a trajectory of two."""
+    rows = [("grpo_tool", k, 0.8 - 0.2 * k, 0.7 - 0.2 * k, 0.9 - 0.2 * k, 5) for k in range(3)]
+    rows += [("grpo_roc", k, 0.9, 0.8, 1.0, 5) for k in range(2)]
+    return pd.DataFrame(rows, columns=["arm", "failed", "mean", "low", "high", "n"])
+
+
 def draw_all():
     """Every public figure function once, by name."""
     df = runs_frame()
@@ -70,6 +77,7 @@ def draw_all():
         "ablation": plots.ablation(stats.seed_table(df, METRICS)),
         "keep_rates": plots.keep_rates(keep_frame()),
         "selectors": plots.selectors(selector_frame()),
+        "reward_by_failed_calls": plots.reward_by_failed_calls(failed_calls_frame()),
     }
 
 
@@ -138,6 +146,15 @@ def test_keywords_reach_every_line():
     for ax in drawn:
         widths = [line.get_linewidth() for line in ax.get_lines()]
         assert len(widths) >= 2 and set(widths) == {7}
+
+
+def test_the_share_of_right_answers_stands_at_its_number_of_failed_calls():
+    ax = plots.reward_by_failed_calls(failed_calls_frame())
+    marks = {line.get_label(): line.get_xydata() for line in ax.get_lines()}
+    assert set(marks) == {"GRPO with tool", "GRPO-RoC"}
+    assert marks["GRPO with tool"][:, 1].tolist() == pytest.approx([0.8, 0.6, 0.4])
+    assert marks["GRPO-RoC"][:, 0].round().tolist() == [0, 1]
+    assert not set(marks["GRPO-RoC"][:, 0]) & set(marks["GRPO with tool"][:, 0])  # side by side
 
 
 def test_the_legend_counts_seeds_and_names_the_paper():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2lab import rewards
+from rstar2lab.protocol import parse_turn, render_call
 from rstar2lab.rewards import ServiceFailure, Verdict
 
 
@@ -140,6 +141,14 @@ def test_integer_verdicts_agree_with_arithmetic(a, b):
         assert rewards.verify(spelled, str(a), no_check).correct
 
 
+def test_two_thousand_integer_verdicts_take_less_than_a_second():
+    """Of whole responses, extraction included; processor time, so that a busy machine may wait."""
+    text = "<reason>" + "Let me add the terms. " * 80 + r"</reason><answer>\boxed{42}</answer>"
+    started = time.process_time()
+    assert all(reward(text).correct for _ in range(2_000))
+    assert time.process_time() - started < 1
+
+
 @pytest.mark.parametrize("text", ["1,2", "12,34", "1,2345", "2.5", "3/4", "x", "٣", "1 000", "1-2"])
 def test_other_texts_go_to_the_checker(text):
     asked = []
@@ -169,6 +178,34 @@ def test_equal_text_needs_no_checker():
 )
 def test_missing_answers_have_their_reason(prediction, reason):
     assert rewards.verify(prediction, "4", no_check) == Verdict(False, reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (render_call(r"print('<answer>\boxed{7}</answer>')"), None),  # a part of the program
+        (r"<answer>\boxed{1}</answer>" + render_call(r"'<answer>\boxed{7}</answer>'"), "1"),
+        (r"<tool_call>{} <answer>\boxed{7}</answer>", "7"),  # an open call is no call
+        (r"<reason>I say <answer>\boxed{7}</answer></reason>", "7"),
+        (r"<reason><answer>\boxed{7}</reason></answer>", None),  # opens in a thought, ends outside
+        (r"<answer><answer>\boxed{7}</answer>", "7"),
+    ],
+)
+def test_what_is_an_answer_is_what_the_parser_says(text, expected):
+    assert rewards.extract_answer(text) == expected
+    assert len(parse_turn(text).answers) == (expected is not None)
+
+
+def test_turns_are_read_one_by_one_and_the_last_answer_of_all_counts():
+    def scored(*texts):
+        return rewards.turns_reward(texts, "42", no_check)
+
+    right, wrong = (rf"<answer>\boxed{{{n}}}</answer>" for n in (42, 41))
+    assert scored(wrong, "more", right, "done") == Verdict(True, "exact_integer")
+    assert scored(right, wrong) == Verdict(False, "mismatch")
+    assert scored("<answer>", r"\boxed{42}</answer>") == Verdict(False, "no_answer")
+    assert scored("<tool_response>" + right) == Verdict(True, "exact_integer")
+    assert scored() == Verdict(False, "no_answer")
 
 
 def test_an_empty_reference_is_refused():

@@ -304,6 +304,8 @@ def test_errors_say_what_to_do():
         roc.resample_on_correct([1, None], np.zeros(2), 1, rng())
     with pytest.raises(ValueError, match="one penalty per rollout"):
         roc.resample_on_correct(np.ones(3), np.zeros(2), 1, rng())
+    with pytest.raises(ValueError, match=r"shape \[N\], found \(2, 3\)"):
+        roc.resample_on_correct(np.ones((2, 3)), np.zeros(3), 1, rng())
     with pytest.raises(ValueError, match="at least 1"):
         roc.resample_on_correct(np.ones(3), np.zeros(3), 0, rng())
     with pytest.raises(ValueError, match="softening"):

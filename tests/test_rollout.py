@@ -1,6 +1,8 @@
 """One trajectory at a time through a scripted engine: stops, masks, budgets, refusals, rewards."""
 
 import asyncio
+import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import SlowFirst
 
-from rstar2lab import protocol, rewards
+from rstar2lab import protocol, rewards, roc, verifier
 from rstar2lab import rollout as rollouts
 from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.protocol import render_call
@@ -262,6 +264,56 @@ def test_several_calls_at_the_turn_limit_are_all_recorded_and_none_counted(token
     assert len(turn.more_calls) == 2 and trajectory.num_calls == 0 and not environment.programs
 
 
+def named(**fields) -> str:
+    return f"<tool_call>{json.dumps(fields)}</tool_call>"
+
+
+CUT = '<tool_call>{"name":"python","arguments":{"code":"pri'
+FEW = {"code": "print(1)"}
+TOOL = protocol.TOOL_NAME
+# what the model writes: statuses of its calls, calls refused, programs that ran, stop
+OUTCOMES = {
+    "malformed JSON": ("<tool_call>{print}</tool_call>", ["MALFORMED"], 0, 0, "ANSWERED"),
+    "an empty call": ("<tool_call></tool_call>", ["MALFORMED"], 0, 0, "ANSWERED"),
+    "no name": (named(arguments=FEW), ["MALFORMED"], 0, 0, "ANSWERED"),
+    "no arguments": (named(name=TOOL), ["MALFORMED"], 0, 0, "ANSWERED"),
+    "no code": (named(name=TOOL, arguments={"input": ""}), ["MALFORMED"], 0, 0, "ANSWERED"),
+    "no input": (named(name=TOOL, arguments=FEW), ["OK"], 0, 1, "ANSWERED"),
+    "arguments as text": (named(name=TOOL, arguments="1"), ["MALFORMED"], 0, 0, "ANSWERED"),
+    "arguments as list": (named(name=TOOL, arguments=["1"]), ["MALFORMED"], 0, 0, "ANSWERED"),
+    "an unknown tool": (named(name="calc", arguments=FEW), ["UNKNOWN_TOOL"], 0, 0, "ANSWERED"),
+    "two calls": (render_call("print(1)") * 2, ["OK"], 1, 1, "ANSWERED"),
+    "a malformed call first": ("<tool_call>{}</tool_call>" + render_call("print(1)"),
+                               ["MALFORMED"], 1, 0, "ANSWERED"),
+    "a call in a thought": (f"<reason>{render_call('print(1)')}</reason>", [], 0, 0, "ANSWERED"),
+    "a call in an open thought": ("<reason>" + render_call("print(1)"), ["OK"], 0, 1, "ANSWERED"),
+    "a call that never closes": (CUT, [], 0, 0, "ANSWERED"),
+    "a call in an answer": (f"<answer>{render_call('print(1)')}</answer>", [], 0, 0, "ANSWERED"),
+    "an answer in a call": (render_call(f"print({ANSWER!r})"), ["OK"], 0, 1, "ANSWERED"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_every_way_to_write_a_call_has_one_outcome(tokens, environment, case):
+    text, expected, refused, programs, stop = OUTCOMES[case]
+    trajectory, _ = play(tokens, environment, text + STOP, WRONG, WRONG)
+    first = trajectory.turns[0]
+    assert statuses(trajectory) == expected and len(environment.programs) == programs
+    assert sum(result is None for _, result in first.more_calls) == refused
+    assert trajectory.num_calls == len(expected) == len(trajectory.turns) - 1
+    assert trajectory.num_tool_errors == sum(status != "OK" for status in expected)
+    assert trajectory.stop.name == stop
+
+
+@pytest.mark.parametrize("text", [CUT, render_call("print(1)")[:-1], render_call("print(1)")])
+def test_a_call_that_the_length_limit_cuts_is_no_call_and_no_error(tokens, environment, text):
+    """Also a whole one whose stop token did not come: the turn is not the model's own end (T10)."""
+    room = len(tokens.encode(text))
+    trajectory, _ = play(tokens, environment, text + STOP, max_response_tokens=room)
+    assert trajectory.stop is StopReason.LENGTH and trajectory.turns[0].call is None
+    assert (trajectory.num_calls, trajectory.num_tool_errors) == (0, 0)
+
+
 def test_without_a_sandbox_no_call_is_executed(tokens):
     trajectory, _ = play(tokens, None, GOOD, ANSWER)
     assert trajectory.stop is StopReason.ANSWERED
@@ -311,6 +363,36 @@ def test_the_reward_is_one_exactly_when_the_last_answer_is_right(
     assert (scored.reward, scored.reason) == (reward, reason)
 
 
+BOX = r"<answer>\boxed{42}</answer>"
+CLEAN = "<reason>x</reason>"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reward", "answers"),
+    [
+        ([render_call(f"print({BOX!r})") + STOP, CLEAN + STOP], 0.0, 0),  # in a program
+        ([f"<tool_response>{BOX}</tool_response>" + STOP], 1.0, 1),  # written by the model itself
+        (["<tool_response>" + BOX + STOP], 1.0, 1),
+        (["<answer>" + GOOD, r"\boxed{42}</answer>" + STOP], 0.0, 0),  # over two turns
+        ([f"<reason>{BOX}</reason>" + STOP], 1.0, 1),
+        ([BOX + GOOD, r"I have it." + STOP], 1.0, 1),  # before the last turn
+        ([BOX + GOOD, WRONG], 0.0, 2),
+        ([f"<reason><answer></reason>{BOX}" + STOP], 1.0, 1),
+    ],
+)
+def test_the_reward_scores_the_answers_that_the_format_penalty_counts(
+    tokens, environment, problem, lines, reward, answers
+):
+    trajectory, _ = play(tokens, environment, *lines)
+    counted = sum(len(protocol.parse_turn(t.text).answers) for t in trajectory.turns)
+    scored = rollouts.score(trajectory, problem)
+    assert (scored.reward, counted) == (reward, answers)
+    assert (scored.reason == "no_answer") == (answers == 0)
+    assert roc.penalty_terms(scored, "paper").format == roc.format_penalty(
+        answers, len(trajectory.turns)
+    )
+
+
 def test_a_truncated_trajectory_scores_zero_even_with_a_closed_answer(tokens, environment, problem):
     text = ANSWER.removesuffix(STOP) + "<reason>more</reason>" + STOP
     trajectory, _ = play(
@@ -329,6 +411,75 @@ def test_a_dead_verifier_voids_the_trajectory_instead_of_scoring_zero(tokens, en
     scored = rollouts.score_or_void(trajectory, Problem("p", "q", "0.5"), dead)
     assert scored.stop is StopReason.VOID and scored.reward is None
     assert "checker died twice" in scored.reason
+
+
+HALF = r"<answer>\boxed{\frac12}</answer>" + STOP
+
+
+def dies_on_every_answer(monkeypatch) -> None:
+    """The shared verifier, with workers that start and then die: killed, again and again."""
+    program = (
+        "import sys, os, signal; from multiprocessing.connection import Connection; "
+        "c = Connection(int(sys.argv[1])); c.send(''); c.recv(); os.kill(os.getpid(), 9)"
+    )
+    verifier.close()
+    monkeypatch.setattr(verifier, "_PROGRAM", program)
+
+
+def test_a_killed_verifier_voids_the_trajectory_whatever_the_answer_was(
+    tokens, environment, monkeypatch
+):
+    dies_on_every_answer(monkeypatch)
+    trajectory, _ = play(tokens, environment, HALF)
+    try:
+        scored = rollouts.score_or_void(trajectory, Problem("p", "q", "0.5"))
+    finally:
+        verifier.close()
+    assert (scored.stop, scored.reward) == (StopReason.VOID, None)
+    assert scored.reason.startswith("void: the answer checker died twice (exit code -9)")
+
+
+def test_a_verifier_s_outage_voids_one_rollout_of_a_batch_and_integers_go_on(tokens, monkeypatch):
+    dies_on_every_answer(monkeypatch)
+    engine = ScriptedEngine(
+        lambda rid: [tokens.encode(HALF if rid.endswith("/1") else ANSWER)]
+    )
+    actors = Actors(engine, SlowFirst(), tokens, CHAT)
+    try:
+        groups = asyncio.run(rollouts.rollout_groups([PROBLEM], 3, actors, LIMITS))
+    finally:
+        verifier.close()
+    found = groups[0].trajectories
+    assert [t.stop.name for t in found] == ["ANSWERED", "VOID", "ANSWERED"]
+    assert [t.reward for t in found] == [1.0, None, 1.0]
+
+
+def test_a_slow_check_does_not_hold_up_the_event_loop(tokens, environment, monkeypatch):
+    """While one answer is compared for half a second, other coroutines take their turns."""
+
+    def slow(prediction, gold):
+        time.sleep(0.5)
+        return rewards.Verdict(True, "equal")
+
+    monkeypatch.setattr(verifier, "check", slow)
+    trajectory, _ = play(tokens, environment, HALF)
+
+    async def both():
+        scoring = asyncio.ensure_future(rollouts.scored(trajectory, Problem("p", "q", "0.5")))
+        gaps, last = [], time.perf_counter()
+        while not scoring.done():
+            await asyncio.sleep(0.005)
+            gaps, last = [*gaps, time.perf_counter() - last], time.perf_counter()
+        return await scoring, gaps
+
+    scored, gaps = asyncio.run(both())
+    assert scored.reward == 1.0 and len(gaps) > 5 and max(gaps) < 0.4
+
+
+def test_an_integer_is_compared_in_the_loop_itself(tokens, environment, monkeypatch, problem):
+    monkeypatch.setattr(asyncio, "to_thread", None)
+    trajectory, _ = play(tokens, environment, ANSWER)
+    assert asyncio.run(rollouts.scored(trajectory, problem)).reward == 1.0
 
 
 # --- batches -----------------------------------------------------------------------------------

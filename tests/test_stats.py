@@ -4,6 +4,7 @@ import math
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from rstar2lab import stats
@@ -128,3 +129,58 @@ def test_empty_missing_and_misleveled_input_is_refused():
         stats.t_interval([1, 2], level=95)
     with pytest.raises(ValueError, match="2 values but 1"):
         stats.bootstrap_clustered([1, 2], ["a"], rng=rng())
+
+
+# --- tables over seeds ----------------------------------------------------------------------------
+
+
+def seeds_frame():
+    """Two arms; grpo with three seeds at two steps, roc with one; a step that was not evaluated."""
+    rows = [
+        ("grpo", seed, step, value)
+        for seed, values in enumerate([(0.1, 1.0), (0.1, 2.0), (0.1, 3.0)])
+        for step, value in zip((0, 10), values, strict=True)
+    ]
+    rows += [("roc", 0, 0, 0.5), ("roc", 0, 5, float("nan")), ("roc", 0, 10, 0.7)]
+    return pd.DataFrame(rows, columns=["arm", "run_seed", "step", "accuracy"])
+
+
+def test_a_seed_curve_has_the_student_interval_of_the_seeds_at_every_step():
+    curve = stats.seed_curve(seeds_frame(), "accuracy").set_index(["arm", "step"])
+    assert list(curve.index) == [("grpo", 0), ("grpo", 10), ("roc", 0), ("roc", 10)]
+    mean, low, high, n = curve.loc[("grpo", 10)]
+    assert (mean, n) == (2.0, 3)
+    assert high - mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)  # t of 2 degrees, 97.5 %
+    assert mean - low == pytest.approx(high - mean)
+    assert curve.loc[("grpo", 0)].low == pytest.approx(0.1)
+    assert curve.loc[("roc", 10)].n == 1 and math.isnan(curve.loc[("roc", 10)].low)
+
+
+def test_a_seed_table_takes_the_last_value_of_every_run():
+    table = stats.seed_table(seeds_frame(), ["accuracy"])
+    assert table[table.arm == "grpo"].value.tolist() == [1.0, 2.0, 3.0]
+    assert set(table[table.arm == "grpo"]["mean"]) == {2.0}
+    assert table[table.arm == "roc"][["step", "value", "n"]].values.tolist() == [[10, 0.7, 1]]
+    df = seeds_frame().assign(errors=float("nan"))
+    assert set(stats.seed_table(df, ["errors", "accuracy"]).metric) == {"accuracy"}
+
+
+def test_an_interval_table_counts_the_units_of_every_combination():
+    df = pd.DataFrame({"a": ["y", "x", "x"], "b": [1, 1, 1], "v": [2.0, 1.0, 1.0]})
+    df = pd.concat([df, pd.DataFrame({"a": ["x"], "b": [1], "v": [float("nan")]})])
+    table = stats.interval_table(df, ["a", "b"], "v", rng=rng())
+    assert table[["a", "mean", "n"]].values.tolist() == [["y", 2.0, 1], ["x", 1.0, 2]]
+    assert table.low[1] == table.high[1] == 1.0 and math.isnan(table.low[0])
+
+
+@pytest.mark.parametrize(
+    ("df", "message"),
+    [
+        (pd.DataFrame({"arm": []}), r"missing \['run_seed', 'step', 'accuracy'\]"),
+        (pd.concat([seeds_frame(), seeds_frame()[:1]]), "arm grpo, seed 0 has two values"),
+    ],
+)
+def test_seed_tables_refuse_what_is_not_one_value_per_seed_and_step(df, message):
+    for table in (stats.seed_curve, lambda df, m: stats.seed_table(df, [m])):
+        with pytest.raises(ValueError, match=message):
+            table(df, "accuracy")

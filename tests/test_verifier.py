@@ -1,11 +1,13 @@
 r"""math-verify in processes: deadlines, threads, deaths; then its verdicts, pinned."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -57,6 +59,29 @@ def test_any_thread_may_ask():
     for thread in threads:
         thread.join()
     assert found == dict.fromkeys(range(1, 7), True)
+
+
+def test_a_running_event_loop_may_ask_inline_or_from_a_thread():
+    """No alarm signal is involved, so neither the loop nor a thread of it is in the way."""
+    verifier.check("0.5", r"\frac12")
+
+    async def ask():
+        other = asyncio.to_thread(rewards.verify, "1/3", r"\frac13")
+        inline = rewards.verify("0.5", r"\frac12")
+        return inline.reason, (await other).reason
+
+    assert asyncio.run(ask()) == ("equal", "equal")
+
+
+@pytest.mark.parametrize("absurd", [TOWER, "1000000!", r"10^{10^{10}}"])
+def test_absurd_numbers_end_by_the_deadline_off_the_main_thread(impatient, absurd):
+    impatient.check("0.5", r"\frac12")
+    with ThreadPoolExecutor(1) as threads:
+        started = time.perf_counter()
+        verdict = threads.submit(impatient.check, absurd, r"\frac12").result()
+        assert time.perf_counter() - started < 2.5
+        assert not verdict.correct
+        assert threads.submit(impatient.check, "0.5", r"\frac12").result().correct
 
 
 def test_killed_workers_are_replaced():
@@ -189,6 +214,10 @@ POLICY = [  # decided, not obvious
     ("(1,2)", "1,2", True),  # A9
     ("3", "x=3", True),
     ("A", "a", True),
+    (r"m \in [\sqrt2,\infty)", r"m \geq \sqrt{2}", False),  # A16, the other order
+    (r"[0,1]", r"0 \le x \le 1", False),  # as A16: an inequality is read as a set of the gold only
+    ("33.3", "33.3000004", True),  # rounding counts from the 6th decimal
+    ("33.3", "33.30001", False),
 ]
 
 

@@ -6,6 +6,7 @@ of a call, so that a dialogue has about 90 tokens. The result is a plain `tokeni
 transformers and vLLM load as it is.
 """
 
+import json
 import re
 import string
 from collections import Counter
@@ -70,13 +71,25 @@ def train(texts: Iterable[str], *, min_count: int = 10) -> Tokenizer:
 
 
 class FileTokenizer:
-    """The kit's `protocol.Tokenizer` over a `tokenizer.json`: nano's, or any other."""
+    """The kit's `protocol.Tokenizer` over a `tokenizer.json`: nano's, or any other.
+
+    Raises: ValueError if the file does not know the stop token as one token.
+    """
 
     def __init__(self, path: str | Path, stop_token: str = protocol.STOP_TOKEN):
         self.path = Path(path)
-        self._plain = Tokenizer.from_file(str(path))
-        self._plain.encode_special_tokens = True  # tags in the text become ordinary characters
-        self._special = Tokenizer.from_file(str(path))
+        parts = json.loads(self.path.read_text(encoding="utf-8"))
+        self._special = Tokenizer.from_str(json.dumps(parts))
+        added, parts["added_tokens"] = parts["added_tokens"], []
+        self._plain = Tokenizer.from_str(json.dumps(parts))  # tags are ordinary characters
+        unknown = parts["model"].get("unk_token")
+        self._tags = {
+            token["content"]: token["id"]
+            for token in added
+            if len(token["content"]) > 1 and token["content"] != unknown
+        }
+        inside = (f"(?<={re.escape(tag[0])})(?={re.escape(tag[1:])})" for tag in self._tags)
+        self._inside_tag = re.compile("|".join(inside) or "(?!)")
         stop_id = self._special.token_to_id(stop_token)
         if stop_id is None:
             raise ValueError(f"{path} has no token {stop_token!r}; name the model's stop token")
@@ -86,9 +99,25 @@ class FileTokenizer:
     def vocabulary_size(self) -> int:
         return self._special.get_vocab_size()
 
+    @property
+    def tag_ids(self) -> dict[str, int]:
+        """The added tokens, special or not, that `special=False` never produces."""
+        return dict(self._tags)
+
     def encode(self, text: str, special: bool = True) -> list[int]:
-        tokenizer = self._special if special else self._plain
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids. `special=False`: no added token, though the text may spell one.
+
+        Tokenizers know `<tool_response>` and the like often as *non-special* added tokens, which
+        their own switch for special tokens leaves in. A vocabulary that holds a tag itself gets the
+        text in pieces, cut inside the tag.
+        """
+        if special:
+            return self._special.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if not set(ids).isdisjoint(self._tags.values()):
+            pieces = self._inside_tag.split(text)
+            ids = [i for p in pieces for i in self._plain.encode(p, add_special_tokens=False).ids]
+        return ids
 
     def decode(self, token_ids) -> str:
         return self._special.decode([int(i) for i in token_ids], skip_special_tokens=False)
