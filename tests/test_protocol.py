@@ -323,10 +323,10 @@ def test_both_published_tool_names_are_accepted_and_another_format_is_refused():
 
 
 def test_blocks_say_where_reasons_calls_and_answers_are():
-    text = "a<reason>b<answer>1</answer></reason><tool_call>{}</tool_call> <answer>2</answer><answer>"
+    text = "<reason><answer>1</answer></reason><tool_call>{}</tool_call> <answer>2</answer><answer>"
     found = [(block.tag, text[block.start : block.end]) for block in protocol.blocks(text)]
     assert found == [
-        ("reason", "<reason>b<answer>1</answer></reason>"),
+        ("reason", "<reason><answer>1</answer></reason>"),
         ("answer", "<answer>1</answer>"),
         ("tool_call", "<tool_call>{}</tool_call>"),
         ("answer", "<answer>2</answer>"),
