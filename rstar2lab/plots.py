@@ -68,7 +68,7 @@ LOSS_COLORS = {
     "unclipped": ARM_COLORS["dapo_no_tool"],
     "dapo": ARM_COLORS["grpo_roc"],
     "token_clip": ARM_COLORS["grpo_roc"],
-    "dual_clip": "#d55e00",
+    "dual_clip": ARM_COLORS["grpo_tool"],
     "grpo": ARM_COLORS["grpo_tool"],
     "dr_grpo": "#029e73",
     "gspo": "#cc78bc",
@@ -265,12 +265,14 @@ def clip_quadrants(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.n
         here = df[(df.quantity == quantities[row]) & (df.advantage == signs[column])]
         for place, name in enumerate(names):
             rows = here[here.loss == name]
-            look = {"color": _loss_color(name, place), "linestyle": _loss_line(place)}
-            ax.plot(rows.ratio, rows.value, label=LOSS_LABELS.get(name, name), **look)
+            look = {"color": _loss_color(name, place), "label": LOSS_LABELS.get(name, name)}
+            look["linewidth"] = max(1.2, 4 - 0.9 * place)  # losses that agree stay visible:
+            look["linestyle"] = ("-", "-", *_OTHER_LINES)[place % 7]  # wide below, broken above
+            ax.plot(rows.ratio, rows.value, **look)
         ax.axvline(1, color="#bbbbbb", linewidth=0.7, zorder=0)
         ax.axhline(0, color="#bbbbbb", linewidth=0.7, zorder=0)
         if row == 0:
-            ax.set_title(f"advantage {signs[column]:+g}", fontsize="small")
+            ax.set_title(f"advantage {signs[column]:+g}".replace("-", "−"), fontsize="small")
         ax.set_xlabel("ratio ρ", visible=row == len(quantities) - 1)
         if column == 0:
             ax.set_ylabel(quantities[row])

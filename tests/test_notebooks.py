@@ -33,6 +33,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|A
 SMALL_PARAMETERS = {
     "01_protocol": {},
     "05_reward_noise": {"resamples": 200},
+    "06_grpo": {"ratios": 41, "longest": 200},
     "07_roc": {"draws": 300, "replays": 2},
 }
 

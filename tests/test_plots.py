@@ -189,7 +189,7 @@ def test_the_legend_counts_seeds_and_names_the_paper():
 
 def test_quadrants_have_a_row_per_quantity_and_the_positive_advantage_first():
     axes = plots.clip_quadrants(quadrant_frame())
-    assert [ax.get_title() for ax in axes] == ["advantage +1", "advantage -1", "", ""]
+    assert [ax.get_title() for ax in axes] == ["advantage +1", "advantage −1", "", ""]
     assert [ax.get_ylabel() for ax in axes] == ["objective", "", "gradient", ""]
     assert legend_texts(axes[0]) == ["no clip", "mine"]
 
