@@ -1,5 +1,10 @@
 """Chunked log-probs and entropies against the dense formula: values, gradients, sizes."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -106,3 +111,15 @@ def test_a_frozen_head_gets_no_gradient():
 def test_bad_arguments_are_refused(named):
     with pytest.raises(ValueError, match="expected temperature > 0"):
         logprobs.token_statistics(*inputs(), **named)
+
+
+@pytest.mark.full
+def test_peak_memory_is_below_an_eighth_of_the_dense_path_s():
+    """A vocabulary of 151,936 and 1,024 tokens; each path in a process of its own."""
+    script = Path(__file__).parents[1] / "experiments" / "benchmarks" / "logprob_memory.py"
+    peaks = {}
+    for path in ("dense", "chunked"):
+        command = [sys.executable, script, "--measure", path, "1024"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[path] = json.loads(found.stdout)["peak_mb"]
+    assert peaks["chunked"] < peaks["dense"] / 8
