@@ -79,10 +79,11 @@ def train(
     from tqdm.auto import tqdm
 
     from . import config as cfg
-    from . import trainer
+    from . import grpo, trainer
 
     chosen = dict(cfg.parse_setting(text) for text in settings)
     loaded = cfg.load(config, arm, chosen | {"run.seed": seed})
+    print(f"loss: {grpo.describe(loaded.loss)}")
     folder = out or Path("runs") / "train" / f"{arm}-s{seed}"
     check_isolation(require_isolation)
     with tqdm(total=loaded.cold_start.steps, desc="cold start", unit="step") as bar:

@@ -43,6 +43,12 @@ class Model(_Section):
     mlp_width: int = Field(256, gt=0)
     rope_base: float = Field(200.0, gt=0, description="small, because the contexts are short")
     max_tokens: int = Field(512, gt=0, description="context: prompt and response together")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the learner's passes; weights and optimizer stay float32"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass"
+    )
 
 
 class ColdStart(_Section):
@@ -110,19 +116,68 @@ class Selection(_Section):
     ] = "roc_paper"
     keep: int = Field(gt=0, description="G; 16 in the paper")
     penalty: Literal["paper", "release"] = "paper"
+    refill_rounds: int = Field(
+        0, ge=0, description="more prompts for rejected groups (DAPO); 0 (§4.3), release alike"
+    )
     max_void_fraction: float = Field(0.01, ge=0, le=1, description="above it the run stops")
 
 
 class Loss(_Section):
-    """Eq 6 and 7: Clip-Higher, token mean over the selected groups, no KL, no entropy term."""
+    """Eq 6 and 7: Clip-Higher, token mean over the selected groups, no KL, no entropy term.
 
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
+    Every default is the paper's; where the release has another value it is named. The formula that
+    a section stands for is `grpo.describe`.
+    """
+
+    name: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = Field(
+        "dapo", description="of `grpo.LOSSES`; dapo is Eq 6, and the release's"
+    )
+    clip_low: float = Field(
+        0.2, ge=0, description="§2.2.1, release alike; GSPO 3e-4; >= 1 is no lower bound (CISPO)"
+    )
+    clip_high: float = Field(0.28, ge=0, description="§2.2.1, release alike; GSPO 4e-4")
+    dual_clip: float | None = Field(
+        None, gt=1, description="bound on negative advantages (1912.09729); none; release 3.0"
+    )
     ddof: Literal[0, 1] = Field(0, description="of the deviation in Eq 7; the release uses 1")
+    kl_coefficient: float = Field(
+        0.0, ge=0, description="β against the initial model; 0 (§2.2.1), release alike"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="of `grpo.KL_ESTIMATORS`; k3 is Eq 1, and verl's low_var_kl"
+    )
+    importance_cap: float | None = Field(
+        None, gt=0, description="C of the engine/learner correction; none; release: none"
+    )
+    overlong: Literal["keep", "filter"] = Field(
+        "keep", description="truncated rollouts stay negatives (§4.3.1), release alike"
+    )
+    overlong_buffer_tokens: int = Field(
+        0, ge=0, description="soft overlong penalty; 0: none, release alike; DAPO 4,096 of 20,480"
+    )
+    entropy_mask: Literal["none", "sequence", "batch"] = Field(
+        "none", description="of `entropy.MASKS`; none, release alike; 2506.01939: batch"
+    )
+    entropy_fraction: float = Field(
+        0.2, gt=0, le=1, description="share of tokens that the entropy mask keeps (2506.01939)"
+    )
     minibatches: int = Field(
-        2, gt=0, description="updates per rollout step; at 1 clipping is inert"
+        2, gt=0, description="updates per rollout step; at 1 (release) clipping is inert"
     )
     tokens_per_microbatch: int = Field(8192, gt=0, description="padded tokens of one forward pass")
+
+    @model_validator(mode="after")
+    def _is_one_objective(self):
+        if self.name == "cispo" and self.dual_clip is not None:
+            raise ValueError(
+                "loss.dual_clip bounds a clipped objective, and cispo clips weights; leave it out"
+            )
+        if self.name == "gspo" and self.entropy_mask != "none":
+            raise ValueError(
+                "loss.entropy_mask chooses tokens, and gspo has one ratio per sequence; "
+                "set entropy_mask=\"none\" or another loss.name"
+            )
+        return self
 
 
 class Optimizer(_Section):
@@ -171,6 +226,12 @@ class Records(_Section):
     checkpoint_every: int = Field(10, gt=0, description="steps")
     trajectory_groups: int = Field(4, ge=0, description="groups recorded per recorded step")
     trajectories_every: int = Field(10, gt=0, description="steps")
+    reflection_tokens: int = Field(
+        20, ge=0, description="k: sampled tokens after a tool response with a role of their own"
+    )
+    forking_fraction: float = Field(
+        0.2, ge=0, le=1, description="top share of tokens by entropy that may be forking (§5.4)"
+    )
 
 
 class Config(_Section):
@@ -217,6 +278,11 @@ class Config(_Section):
             raise ValueError(
                 "chat.style='template' takes the checkpoint's own template, and a cold start has "
                 "none; set model.source to a checkpoint folder, or choose nano, paper or release"
+            )
+        if self.loss.overlong_buffer_tokens > response:
+            raise ValueError(
+                f"loss.overlong_buffer_tokens={self.loss.overlong_buffer_tokens} exceeds "
+                f"rollout.max_response_tokens={response}: every response would be punished"
             )
         if self.rollout.prompts_per_step > self.problems.train:
             raise ValueError(

@@ -54,6 +54,26 @@ SELECTOR_COLORS = {
     "gfpo_efficiency": "#cc78bc",
     "all": ARM_COLORS["grpo_tool"],
 }
+LOSS_LABELS = {
+    "unclipped": "no clip",
+    "dapo": "DAPO, the paper: Σ|o|",
+    "token_clip": "clip, the paper (Eq 6)",
+    "dual_clip": "clip, dual clip 3",
+    "grpo": "GRPO: n · |o|",
+    "dr_grpo": "Dr. GRPO: n · L_max",
+    "gspo": "GSPO: n · |o|",
+    "cispo": "CISPO, weight clipped",
+}
+LOSS_COLORS = {
+    "unclipped": ARM_COLORS["dapo_no_tool"],
+    "dapo": ARM_COLORS["grpo_roc"],
+    "token_clip": ARM_COLORS["grpo_roc"],
+    "dual_clip": "#d55e00",
+    "grpo": ARM_COLORS["grpo_tool"],
+    "dr_grpo": "#029e73",
+    "gspo": "#cc78bc",
+    "cispo": "#cc78bc",
+}
 _OTHER_COLORS = ("#029e73", "#cc78bc", "#ca9161", "#d55e00", "#ece133")
 _OTHER_LINES = ((0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -229,6 +249,56 @@ def reward_by_failed_calls(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
+@style()
+def clip_quadrants(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Objective and gradient of one token against its ratio: advantage +1 left, −1 right.
+
+    df: columns quantity, advantage, loss, ratio, value; one row of panels per quantity.
+    """
+    quantities, signs = list(dict.fromkeys(df.quantity)), sorted(set(df.advantage), reverse=True)
+    if axes is None:
+        size = (6.4, 0.6 + 2.1 * len(quantities))
+        axes = plt.subplots(len(quantities), len(signs), figsize=size, sharex=True, sharey="row")[1]
+    axes = np.asarray(axes, object).reshape(len(quantities), len(signs))
+    names = list(dict.fromkeys(df.loss))
+    for (row, column), ax in np.ndenumerate(axes):
+        here = df[(df.quantity == quantities[row]) & (df.advantage == signs[column])]
+        for place, name in enumerate(names):
+            rows = here[here.loss == name]
+            look = {"color": _loss_color(name, place), "linestyle": _loss_line(place)}
+            ax.plot(rows.ratio, rows.value, label=LOSS_LABELS.get(name, name), **look)
+        ax.axvline(1, color="#bbbbbb", linewidth=0.7, zorder=0)
+        ax.axhline(0, color="#bbbbbb", linewidth=0.7, zorder=0)
+        if row == 0:
+            ax.set_title(f"advantage {signs[column]:+g}", fontsize="small")
+        ax.set_xlabel("ratio ρ", visible=row == len(quantities) - 1)
+        if column == 0:
+            ax.set_ylabel(quantities[row])
+    axes[0, 0].legend(fontsize="x-small")
+    return axes.ravel()
+
+
+@style()
+def token_weights(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
+    """How much one token of a response weighs in the loss, against the response's length.
+
+    df: columns loss, length, weight. Both axes are logarithmic. `named` goes to every line.
+    """
+    ax = _axes(ax)
+    for place, name in enumerate(dict.fromkeys(df.loss)):
+        rows = df[df.loss == name].sort_values("length")
+        look = {
+            "color": _loss_color(name, place), "linestyle": _loss_line(place),
+            "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4,
+            "label": LOSS_LABELS.get(name, name),
+        }
+        ax.plot(rows.length, rows.weight, **(look | named))
+    ax.set(xscale="log", yscale="log", xlabel="length of the response (tokens)",
+           ylabel="weight of one of its tokens")  # fmt: skip
+    ax.legend(fontsize="small")
+    return ax
+
+
 def caption(scale: str, steps: int, seeds: int, host: str = "2 CPU cores") -> str:
     """What a reader must know of a figure's data: model scale, steps, seeds, host."""
     return f"{scale} · {steps} steps · {seeds} seed{'s' * (seeds != 1)} · {host}"
@@ -315,6 +385,14 @@ def _count(n: pd.Series) -> str:
 
 def _selector_color(name: str, place: int) -> str:
     return SELECTOR_COLORS.get(name, _OTHER_COLORS[place % len(_OTHER_COLORS)])
+
+
+def _loss_color(name: str, place: int) -> str:
+    return LOSS_COLORS.get(name, _OTHER_COLORS[place % len(_OTHER_COLORS)])
+
+
+def _loss_line(place: int) -> object:
+    return ("-", "--", "-.", ":", *_OTHER_LINES)[place % (4 + len(_OTHER_LINES))]
 
 
 def _percent() -> FuncFormatter:

@@ -11,7 +11,7 @@ This module runs nothing: it does not execute calls, and it does not judge answe
 import json
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .types import ToolCall, ToolResult, ToolStatus
 
@@ -136,13 +136,13 @@ _TAG = re.compile(r"<(/?)(reason|tool_call|answer)>")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, no file or tokenizer takes it
 
 
-def _blocks(text: str) -> list[tuple[str, int, int, int]]:
-    """Every opening tag that closes: its name, where its contents start and end, where it ends.
+def _closed(text: str) -> list[tuple[str, int, int]]:
+    """Every opening tag that closes: its name, where its contents start, where its block ends.
 
     A block closes at the next closing tag of its name. A `<reason>` that opens again before that
     never closes. One pass from the right, so that the time is linear in the text.
     """
-    blocks, closing = [], {}
+    found, closing = [], {}
     for match in reversed(list(_TAG.finditer(text))):
         is_closing, name = match[1], match[2]
         if is_closing:
@@ -150,34 +150,52 @@ def _blocks(text: str) -> list[tuple[str, int, int, int]]:
             continue
         end = closing.get(name)
         if end is not None:
-            blocks.append((name, match.end(), end.start(), end.end()))
+            found.append((name, match.end(), end.end()))
         if name == "reason":
             closing.pop(name, None)
-    return blocks[::-1]
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A closed block of a turn: its tag, and where it starts and ends, the tags included."""
+
+    tag: Literal["reason", "tool_call", "answer"]
+    start: int
+    end: int
+
+    def body(self, text: str) -> str:
+        """The text between the tags."""
+        return text[self.start + len(self.tag) + 2 : self.end - len(self.tag) - 3]
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of one assistant turn from left to right; any text has exactly one reading.
+
+    A call needs both tags. A call inside a closed `<reason>` block is part of the thought and is
+    not a block; after an unclosed `<reason>` it is one. An answer counts wherever it is closed, but
+    not inside a call. Other tags, `<think>` among them, are plain text.
+    """
+    found: list[Block] = []
+    position = reason_end = 0
+    for name, start, after in _closed(text):
+        if start < position or (start < reason_end and (name != "answer" or after > reason_end)):
+            continue
+        found.append(Block(name, start - len(name) - 2, after))
+        if name == "reason":
+            reason_end = after
+        else:
+            position = after
+    return found
 
 
 def parse_turn(text: str) -> ParsedTurn:
-    """Read one assistant turn from left to right; any text has exactly one reading.
-
-    A call needs both tags. A call inside a closed `<reason>` block is part of the thought and is
-    not a call; after an unclosed `<reason>` it is one. An answer counts wherever it is closed, but
-    not inside a call. Other tags, `<think>` among them, are plain text.
-    """
-    reasoning, calls, answers = [], [], []
-    position = reason_end = 0
-    for name, start, end, after in _blocks(text):
-        if start < position or (start < reason_end and (name != "answer" or after > reason_end)):
-            continue
-        if name == "reason":
-            reasoning.append(text[start:end])
-            reason_end = after
-            continue
-        position = after
-        if name == "tool_call":
-            calls.append(parse_call(text[start:end]))
-        else:
-            answers.append(text[start:end])
-    return ParsedTurn(reasoning, calls, answers)
+    """Read one assistant turn: its reasoning, calls and answers, by the rules of `blocks`."""
+    bodies: dict[str, list[str]] = {"reason": [], "tool_call": [], "answer": []}
+    for block in blocks(text):
+        bodies[block.tag].append(block.body(text))
+    calls = [parse_call(body) for body in bodies["tool_call"]]
+    return ParsedTurn(bodies["reason"], calls, bodies["answer"])
 
 
 def parse_call(raw: str) -> ToolCall:

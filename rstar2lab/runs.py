@@ -130,9 +130,14 @@ class RunFolder:
             )
 
     def check_configuration(self, config_json: str) -> None:
-        """Raises: RunError if the folder holds a run of another configuration, naming it."""
+        """Refuse another configuration than the recorded one, naming what differs.
+
+        A key that did not exist when the folder was written counts as its default.
+
+        Raises: RunError.
+        """
         path = self.path / "config.json"
-        if path.exists() and path.read_text() != config_json:
+        if path.exists() and _with_defaults(path.read_text()) != _with_defaults(config_json):
             raise RunError(
                 f"{self.path} holds a run with another configuration "
                 f"({_difference(path.read_text(), config_json)}); "
@@ -240,8 +245,17 @@ class RunFolder:
         return sorted((self.path / "checkpoints").glob("step-*.pt"))
 
 
+def _with_defaults(config_json: str) -> str:
+    """The configuration with every key of today; other texts (a cold start's) as they are."""
+    try:
+        return cfg.to_json(cfg.from_flat(cfg.flatten(json.loads(config_json))))
+    except (ValueError, KeyError):
+        return config_json
+
+
 def _difference(old_json: str, new_json: str) -> str:
-    old, new = (cfg.flatten(json.loads(text)) for text in (old_json, new_json))
+    texts = (_with_defaults(text) for text in (old_json, new_json))
+    old, new = (cfg.flatten(json.loads(text)) for text in texts)
     changed = [key for key in old | new if old.get(key) != new.get(key)]
     return ", ".join(f"{k}: {old.get(k)!r} there, {new.get(k)!r} asked" for k in changed[:5])
 

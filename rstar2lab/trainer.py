@@ -14,18 +14,18 @@ import numpy as np
 import pandas as pd
 
 from . import config as cfg
-from . import evaluate, grpo, roc, runs, sft
-from .learner import LocalLearner, Sample, UpdateStats
+from . import entropy, evaluate, grpo, roc, runs, sft
+from .learner import DTYPES, LocalLearner, Precision, Sample, UpdateStats
 from .nano import model
 from .sandbox import Sandbox
 from .types import Group, Problem, StopReason, Trajectory
 from .workbench import Tick, Workbench
 
 Report = Callable[[dict], None]
-_PURPOSES = {"prompts": 1, "selection": 2, "minibatches": 3}
-_MAX_PARITY = (
-    1e-3  # nats between engine and learner; more means a mask, shift or temperature is off
-)
+_PURPOSES = {"prompts": 1, "selection": 2, "minibatches": 3, "refill": 4}
+# Nats between engine and learner; more means a mask, shift or temperature is off. The engine runs
+# in float32: bfloat16 passes of the learner differ from it by their rounding.
+_MAX_PARITY = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 class TrainingError(RuntimeError):
@@ -42,13 +42,28 @@ class Selected:
     status: str  # "trained", "rejected" (equal rewards), or "too_small" (void rollouts)
     samples: tuple[Sample, ...]
 
+    @property
+    def is_solved(self) -> bool:
+        """True if the group was rejected because every scored rollout succeeded."""
+        scored = [t for t in self.group.trajectories if t.stop is not StopReason.VOID]
+        return self.status == "rejected" and all(t.is_correct for t in scored)
 
-def select(group: Group, settings: cfg.Selection, ddof: int, rng: np.random.Generator) -> Selected:
+
+def select(
+    group: Group,
+    settings: cfg.Selection,
+    ddof: int,
+    rng: np.random.Generator,
+    loss: cfg.Loss | None = None,
+    max_tokens: int = 0,
+) -> Selected:
     """Reject, select, and normalize: the method between rollout and loss (§2.2, Eq 7).
 
     Void trajectories take no part. A group of equal rewards teaches nothing and is rejected before
-    the selection, without refill.
+    the selection. `loss` names the advantages and what happens to overlong trajectories of at most
+    `max_tokens`; without it Eq 7 with `ddof`, and nothing.
     """
+    loss = loss or cfg.Loss(ddof=ddof)
     scored = [i for i, t in enumerate(group.trajectories) if t.stop is not StopReason.VOID]
     penalties_N = np.full(len(group.trajectories), np.nan)
     for i in scored:
@@ -64,11 +79,29 @@ def select(group: Group, settings: cfg.Selection, ddof: int, rng: np.random.Gene
         rewards_N, penalties_N[scored], settings.keep, rng, lengths_N
     )
     kept = np.asarray(scored)[chosen]
-    advantages_G = grpo.group_advantages(rewards_N[chosen], ddof=ddof)
-    samples = tuple(
-        Sample(group.trajectories[i], float(a)) for i, a in zip(kept, advantages_G, strict=True)
-    )
+    samples = credited([group.trajectories[i] for i in kept], loss, max_tokens)
     return Selected(group, penalties_N, kept, "trained", samples)
+
+
+def credited(
+    trajectories: Sequence[Trajectory], loss: cfg.Loss, max_tokens: int
+) -> tuple[Sample, ...]:
+    """The kept trajectories of one group with their advantages and trained tokens (Eq 7).
+
+    The soft overlong penalty, if there is one, is added to the rewards here, after the selection:
+    a long success is still a success.
+    """
+    rewards_G = [
+        t.reward
+        + grpo.soft_overlong_penalty(len(t.response_ids), max_tokens, loss.overlong_buffer_tokens)
+        for t in trajectories
+    ]
+    advantages_G = grpo.LOSSES[loss.name].advantages(rewards_G, ddof=loss.ddof)
+    trained_tokens = grpo.OVERLONG[loss.overlong]
+    return tuple(
+        Sample(t, float(advantage), trained_tokens(t.loss_mask, t.is_truncated))
+        for t, advantage in zip(trajectories, advantages_G, strict=True)
+    )
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
@@ -102,17 +135,24 @@ def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dic
 
 
 def selection_metrics(selected: Sequence[Selected]) -> dict[str, int]:
-    """Where every sampled trajectory went: sampled = kept + dropped, each for one named reason."""
+    """Where every sampled trajectory went: sampled = kept + dropped, each for one named reason.
+
+    Of the rejected groups, `groups_solved` have only successes; of the kept trajectories,
+    `trajectories_masked` have no trained token (overlong filter).
+    """
     groups = {"trained": 0, "rejected": 0, "too_small": 0}
     scored = dict(groups)
     for s in selected:
         groups[s.status] += 1
         scored[s.status] += sum(t.stop is not StopReason.VOID for t in s.group.trajectories)
     sampled = sum(len(s.group.trajectories) for s in selected)
+    masked = sum(sample.num_trained_tokens == 0 for s in selected for sample in s.samples)
     kept = sum(len(s.samples) for s in selected)
     return {f"groups_{status}": count for status, count in groups.items()} | {
+        "groups_solved": sum(s.is_solved for s in selected),
         "trajectories_sampled": sampled,
         "trajectories_kept": kept,
+        "trajectories_masked": masked,
         "trajectories_not_selected": scored["trained"] - kept,
         "trajectories_rejected": scored["rejected"],
         "trajectories_too_small": scored["too_small"],
@@ -183,7 +223,12 @@ class Trainer:
         config = self.config
         self._bench = Workbench(config, self._model_path, self._tick)
         self._learner = LocalLearner(
-            self._bench.net, config.optimizer, config.loss, config.rollout.temperature
+            self._bench.net,
+            config.optimizer,
+            config.loss,
+            config.rollout.temperature,
+            precision=Precision(DTYPES[config.model.dtype], config.model.gradient_checkpointing),
+            max_tokens=config.rollout.max_response_tokens,
         )
         self._step = 0
         if state := self.folder.load_checkpoint():
@@ -218,6 +263,7 @@ class Trainer:
             {
                 "steps": self.config.run.steps,
                 "arm": self.arm,
+                "loss": grpo.describe(self.config.loss),
                 "sandbox_level": sandbox.level if sandbox is not None else "no sandbox",
             }
         )
@@ -228,8 +274,8 @@ class Trainer:
         self.folder.append_row(row)
         self._report(row)
 
-    def _rng(self, purpose: str, step: int) -> np.random.Generator:
-        return np.random.default_rng([self.config.run.seed, step, _PURPOSES[purpose]])
+    def _rng(self, purpose: str, step: int, *more: int) -> np.random.Generator:
+        return np.random.default_rng([self.config.run.seed, step, _PURPOSES[purpose], *more])
 
     def _prompts(self, step: int) -> list[Problem]:
         """The step's problems: one permutation per epoch, no repetition inside it."""
@@ -240,16 +286,12 @@ class Trainer:
         return [pool[i] for i in order[place * count : (place + 1) * count]]
 
     def _train_step(self, step: int) -> dict:
-        config, started = self.config, time.monotonic()
-        problems, n = self._prompts(step), config.rollout.samples_per_prompt
-        groups = self._bench.rollout(problems, n, f"train/{step}")
+        started = time.monotonic()
+        selected, refills = self._collect(step)
         sampled = time.monotonic()
-        trajectories = [t for group in groups for t in group.trajectories]
-        self._check_voids(trajectories)
-        rng = self._rng("selection", step)
-        selected = [select(group, config.selection, config.loss.ddof, rng) for group in groups]
+        trajectories = [t for s in selected for t in s.group.trajectories]
         samples = [sample for s in selected for sample in s.samples]
-        update = self._update(samples, step)
+        update = self._update([s for s in samples if s.num_trained_tokens], step)
         learned = time.monotonic()
         self._record(step, selected)
         return (
@@ -257,9 +299,47 @@ class Trainer:
             | rollout_metrics(trajectories)
             | rollout_metrics([s.trajectory for s in samples], "kept_")
             | selection_metrics(selected)
+            | {"refill_rounds": refills}
             | update
             | _seconds(sampled - started, trajectories, learned - sampled)
         )
+
+    def _collect(self, step: int) -> tuple[list[Selected], int]:
+        """The step's groups after selection, and the refill rounds it took.
+
+        While groups are missing, as many new prompts are sampled, for at most
+        `selection.refill_rounds` rounds (dynamic sampling, DAPO §3.2); by default none are, and the
+        batch shrinks (§4.3).
+        """
+        config, rng = self.config, self._rng("selection", step)
+        wanted, rounds = config.rollout.prompts_per_step, config.selection.refill_rounds
+        problems, selected, refills = self._prompts(step), [], 0
+        while True:
+            key = f"train/{step}" + (f"/refill-{refills}" if refills else "")
+            groups = self._bench.rollout(problems, config.rollout.samples_per_prompt, key)
+            tokens = config.rollout.max_response_tokens
+            selected += [
+                select(g, config.selection, config.loss.ddof, rng, config.loss, tokens)
+                for g in groups
+            ]
+            self._check_voids([t for s in selected for t in s.group.trajectories])
+            missing = wanted - sum(s.status == "trained" for s in selected)
+            problems = self._more_prompts(step, refills + 1, missing, selected)
+            if refills == rounds or not problems:
+                break
+            refills += 1
+        if rounds and missing == wanted:
+            raise TrainingError(_nothing_to_learn(step, refills, selected))
+        return selected, refills
+
+    def _more_prompts(
+        self, step: int, number: int, count: int, selected: Sequence[Selected]
+    ) -> list[Problem]:
+        """`count` problems that this step has not sampled yet, drawn from the whole pool."""
+        seen = {s.group.problem.id for s in selected}
+        unseen = [p for p in self._bench.train_problems if p.id not in seen]
+        order = self._rng("refill", step, number).permutation(len(unseen))
+        return [unseen[i] for i in order[:count]]
 
     def _check_voids(self, trajectories: Sequence[Trajectory]) -> None:
         void = [t for t in trajectories if t.stop is StopReason.VOID]
@@ -278,10 +358,11 @@ class Trainer:
         if not samples:
             return {"trained_tokens": 0, "updates": 0}
         stats: UpdateStats = self._learner.update(samples, self._rng("minibatches", step))
-        if stats.parity > _MAX_PARITY:
+        limit = _MAX_PARITY[self.config.model.dtype]
+        if stats.parity > limit:
             raise TrainingError(
                 f"step {step}: engine and learner log-probs differ by {stats.parity:.2e} nats "
-                f"(limit {_MAX_PARITY}); the two no longer run the same model"
+                f"(limit {limit}); the two no longer run the same model"
             )
         self._bench.update_weights(step, self._learner.model.state_dict())
         return {
@@ -289,6 +370,9 @@ class Trainer:
             "clip_fraction": stats.clip_fraction,
             "ratio_mean": stats.ratio_mean,
             "ratio_max": stats.ratio_max,
+            "ratio_min": stats.ratio_min,
+            "kl": stats.kl,
+            "token_weight": stats.token_weight,
             "gradient_norm": stats.gradient_norm,
             "engine_learner_gap": stats.parity,
             "updates": stats.updates,
@@ -314,12 +398,37 @@ class Trainer:
                 arm=self.arm,
                 penalty=float(s.penalties_N[i]),
                 kept=bool(i in s.kept),
+                roles=self._roles(t),
             )
             for s in selected[: records.trajectory_groups]
             for i, t in enumerate(s.group.trajectories)
         ]
         if rows:
             self.folder.write_part("trajectories", step, pd.DataFrame(rows))
+
+
+    def _roles(self, trajectory: Trajectory) -> list[str]:
+        actors, records = self._bench.actors, self.config.records
+        return entropy.token_roles(
+            trajectory,
+            actors.tokenizer.decode,
+            reflection_tokens=records.reflection_tokens,
+            forking_fraction=records.forking_fraction,
+            prefixes=(actors.chat.first_prefix, actors.chat.next_prefix),
+        )
+
+
+def _nothing_to_learn(step: int, refills: int, selected: Sequence[Selected]) -> str:
+    """Why no group of a step can be trained on, and what to do."""
+    counts = selection_metrics(selected)
+    solved, too_small = counts["groups_solved"], counts["groups_too_small"]
+    failed = counts["groups_rejected"] - solved
+    return (
+        f"step {step}: none of {len(selected)} groups in {1 + refills} rounds can be trained on: "
+        f"{solved} solved by every rollout, {failed} by none, {too_small} lost to void rollouts; "
+        "give other problems or more rollout.samples_per_prompt, or set selection.refill_rounds=0 "
+        "to go on without an update"
+    )
 
 
 def _plain(value):

@@ -11,7 +11,14 @@ from rstar2lab import config as cfg
 from rstar2lab import grpo, learner
 from rstar2lab.engines import Sampling
 from rstar2lab.engines.torch_engine import TorchEngine
-from rstar2lab.learner import LocalLearner, Sample, make_batch, microbatches, sampled_logprobs
+from rstar2lab.learner import (
+    LocalLearner,
+    Precision,
+    Sample,
+    make_batch,
+    microbatches,
+    sampled_logprobs,
+)
 from rstar2lab.muon import Muon, orthogonalize
 from rstar2lab.nano import model
 from rstar2lab.types import StopReason, Trajectory
@@ -272,15 +279,141 @@ def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path):
 
 
 def test_the_loss_is_told_the_whole_minibatch_s_tokens(monkeypatch):
-    seen, original = [], grpo.grpo_loss
+    seen, original = [], grpo.policy_loss
 
-    def spy(*arguments, num_tokens, **settings):
-        seen.append(num_tokens)
-        return original(*arguments, num_tokens=num_tokens, **settings)
+    def spy(*arguments, **settings):
+        seen.append(arguments[5].num_tokens)
+        return original(*arguments, **settings)
 
-    monkeypatch.setattr(learner.grpo, "grpo_loss", spy)
+    monkeypatch.setattr(learner.grpo, "policy_loss", spy)
     gradient(20)
     assert len(seen) > 2 and set(seen) == {sum(mask.count("s") for mask in MASKS)}
+
+
+# --- precision, memory, and the options of the loss ----------------------------------------------
+
+
+def made_with(loss=LOSS, net=None, **named) -> LocalLearner:
+    return LocalLearner(net or make_net(), OPTIMIZER, loss, 1.0, **named)
+
+
+def gradient_of(made: LocalLearner, samples=SAMPLES) -> torch.Tensor:
+    made._accumulate(samples, None)
+    return torch.cat([p.grad.flatten() for p in made.model.parameters()])
+
+
+def test_half_precision_passes_leave_weights_and_gradients_in_single():
+    made = made_with(precision=Precision(torch.bfloat16))
+    found, expected = gradient_of(made), gradient(100_000)
+    assert found.dtype == torch.float32 and not torch.equal(found, expected)
+    assert float(torch.cosine_similarity(found, expected, dim=0)) > 0.99
+    stats = made.update(SAMPLES, np.random.default_rng(0))
+    assert np.isfinite(stats.loss)
+    assert all(weight.dtype == torch.float32 for weight in made.model.parameters())
+
+
+def test_recomputing_activations_leaves_the_gradient_unchanged():
+    made = made_with(precision=Precision(gradient_checkpointing=True))
+    runs = []
+    made.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    found, expected = gradient_of(made), gradient(100_000)
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert len(runs) == 2  # once forward, once again in the backward pass
+
+
+@pytest.mark.parametrize("name", grpo.LOSSES)
+def test_every_named_loss_trains_and_no_split_changes_its_gradient(name):
+    loss = LOSS.model_copy(update={"name": name})
+    whole = gradient_of(made_with(loss, max_tokens=20))
+    assert float(whole.norm()) > 1e-3
+    small = loss.model_copy(update={"tokens_per_microbatch": 30})
+    parts = gradient_of(made_with(small, max_tokens=20))
+    assert float((parts - whole).norm() / whole.norm()) < 1e-5
+
+
+def test_dr_grpo_must_know_the_longest_response():
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        gradient_of(made_with(LOSS.model_copy(update={"name": "dr_grpo"})))
+
+
+def with_engine(samples, shift: float, junk: float = 0.0):
+    """The samples as an engine would record them whose log-probs are lower by `shift`."""
+    net, found = make_net(), []
+    for s in samples:
+        t = s.trajectory
+        recorded = full_logprobs(net, t).detach().numpy() - shift
+        logprobs = np.where(t.loss_mask, recorded, junk).astype(np.float32)
+        found.append(replace(s, trajectory=replace(t, logprobs=logprobs)))
+    return found
+
+
+def test_the_importance_correction_starts_the_ratio_at_one_and_caps_the_weight():
+    loss = LOSS.model_copy(update={"importance_cap": 2.0})
+    stats = made_with(loss).update(with_engine(SAMPLES, np.log(1.5)), np.random.default_rng(0))
+    assert stats.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert stats.token_weight == pytest.approx(1.5, rel=1e-4)
+    assert stats.parity == pytest.approx(np.log(1.5), rel=1e-3)
+    stats = made_with(loss).update(with_engine(SAMPLES, np.log(3)), np.random.default_rng(0))
+    assert stats.token_weight == pytest.approx(2.0)
+
+
+def test_what_the_engine_says_of_tool_tokens_does_not_reach_the_weights():
+    loss = LOSS.model_copy(update={"importance_cap": 2.0})
+    moved = []
+    for junk in (0.0, -9.0, np.nan):
+        made = made_with(loss)
+        made.update(with_engine(SAMPLES, 0.3, junk), np.random.default_rng(0))
+        moved.append(parameters(made))
+    assert torch.equal(moved[0], moved[1]) and torch.equal(moved[0], moved[2])
+
+
+def test_the_kl_term_is_zero_at_the_start_and_holds_the_policy_back(tmp_path):
+    """Two updates with a strong term end nearer to the start than without it."""
+    loss = LOSS.model_copy(update={"kl_coefficient": 50.0})
+    far, near = made_with(), made_with(loss)
+    start = parameters(far)
+    first = near.update(SAMPLES, np.random.default_rng(0))
+    assert first.kl == pytest.approx(0, abs=1e-6)
+    far.update(SAMPLES, np.random.default_rng(0))
+    for made in (far, near):
+        stats = made.update(SAMPLES, np.random.default_rng(1))
+    assert stats.kl > 0
+    distances = [float((parameters(made) - start).norm()) for made in (far, near)]
+    assert distances[1] < distances[0]
+
+
+def test_only_the_tokens_of_highest_entropy_get_a_gradient():
+    """The engine recorded entropies for none: the learner computes them, as transformers would."""
+    net = make_net()
+    made = made_with(LOSS.model_copy(update={"entropy_mask": "batch"}), net)
+    weighted = made._with_weights(list(SAMPLES))
+    entropies, weights = [], []
+    for s in weighted:
+        t = s.trajectory
+        ids = torch.from_numpy(np.r_[t.prompt_ids, t.response_ids].astype(np.int64))[None]
+        logits = net(input_ids=ids).logits[0, len(t.prompt_ids) - 1 : -1]
+        found = torch.distributions.Categorical(logits=logits).entropy().detach().numpy()
+        entropies += found[t.loss_mask].tolist()
+        weights += s.weights[t.loss_mask].tolist()
+        assert (s.weights[~t.loss_mask] == 0).all()
+    top = np.argsort(-np.asarray(entropies))[: int(np.ceil(0.2 * len(entropies)))]
+    assert sorted(np.flatnonzero(weights)) == sorted(top)
+    assert set(weights) == {0.0, 1.0}
+
+
+def test_a_recorded_entropy_is_used_as_it_is():
+    t = replace(trajectory(0, "sssss"), entropies=np.asarray([0, 9, 0, 0, 0], np.float32))
+    made = made_with(LOSS.model_copy(update={"entropy_mask": "sequence"}))
+    assert made._with_weights([Sample(t, 1.0)])[0].weights.tolist() == [0, 1, 0, 0, 0]
+
+
+def test_a_sample_s_own_mask_decides_what_is_trained_and_counted():
+    half = np.asarray([True, False, True, False, False, False])
+    chosen = Sample(trajectory(0, "ssttss"), 1.0, mask=half)
+    batch = make_batch([chosen])
+    assert batch.mask_BT[0, 4:].tolist() == half.tolist() and chosen.num_trained_tokens == 2
+    stats = made_with().update([chosen], np.random.default_rng(0))
+    assert stats.trained_tokens == 2
 
 
 # --- muon ----------------------------------------------------------------------------------------

@@ -67,6 +67,23 @@ def failed_calls_frame():
     return pd.DataFrame(rows, columns=["arm", "failed", "mean", "low", "high", "n"])
 
 
+def quadrant_frame():
+    rows = [
+        {"quantity": quantity, "advantage": sign, "loss": loss, "ratio": ratio, "value": ratio}
+        for quantity in ("objective", "gradient") for sign in (1, -1)
+        for loss in ("unclipped", "mine") for ratio in (0.5, 1.5)
+    ]
+    return pd.DataFrame(rows)
+
+
+def weight_frame():
+    rows = [
+        {"loss": loss, "length": length, "weight": 1 / length}
+        for loss in ("dapo", "grpo") for length in (10, 1000)
+    ]
+    return pd.DataFrame(rows)
+
+
 def draw_all():
     """Every public figure function once, by name."""
     df = runs_frame()
@@ -78,6 +95,8 @@ def draw_all():
         "keep_rates": plots.keep_rates(keep_frame()),
         "selectors": plots.selectors(selector_frame()),
         "reward_by_failed_calls": plots.reward_by_failed_calls(failed_calls_frame()),
+        "clip_quadrants": plots.clip_quadrants(quadrant_frame()),
+        "token_weights": plots.token_weights(weight_frame()),
     }
 
 
@@ -166,6 +185,18 @@ def test_the_legend_counts_seeds_and_names_the_paper():
     assert set(paper_line.get_ydata()) == {0.10} and paper_line.is_dashed()
     own = plots.tool_errors_when_correct(df, paper=False)
     assert not any("paper" in text for text in legend_texts(own))
+
+
+def test_quadrants_have_a_row_per_quantity_and_the_positive_advantage_first():
+    axes = plots.clip_quadrants(quadrant_frame())
+    assert [ax.get_title() for ax in axes] == ["advantage +1", "advantage -1", "", ""]
+    assert [ax.get_ylabel() for ax in axes] == ["objective", "", "gradient", ""]
+    assert legend_texts(axes[0]) == ["no clip", "mine"]
+
+
+def test_token_weights_are_drawn_on_logarithmic_axes_one_line_per_loss():
+    ax = plots.token_weights(weight_frame())
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log") and len(ax.lines) == 2
 
 
 def test_shares_are_shown_in_percent():

@@ -320,3 +320,14 @@ def test_both_published_tool_names_are_accepted_and_another_format_is_refused():
     assert chat.tool_names == (NAME, "python_code_with_standard_io")
     with pytest.raises(ValueError, match="'qwen' is unknown; choose nano, paper or release"):
         protocol.chat_format("qwen", tools=True, response_chars=100)
+
+
+def test_blocks_say_where_reasons_calls_and_answers_are():
+    text = "<reason><answer>1</answer></reason><tool_call>{}</tool_call> <answer>2</answer><answer>"
+    found = [(block.tag, text[block.start : block.end]) for block in protocol.blocks(text)]
+    assert found == [
+        ("reason", "<reason><answer>1</answer></reason>"),
+        ("answer", "<answer>1</answer>"),
+        ("tool_call", "<tool_call>{}</tool_call>"),
+        ("answer", "<answer>2</answer>"),
+    ]
