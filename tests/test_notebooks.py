@@ -31,10 +31,12 @@ MACHINE = re.compile(
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|AKIA[0-9A-Z]{16}")
 
 SMALL_PARAMETERS = {
+    "00_tour": {"train_steps": 1},
     "01_protocol": {},
     "05_reward_noise": {"resamples": 200},
     "06_grpo": {"ratios": 41, "longest": 200},
     "07_roc": {"draws": 300, "replays": 2},
+    "11_ablation": {},
 }
 
 
