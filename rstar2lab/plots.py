@@ -74,6 +74,14 @@ LOSS_COLORS = {
     "gspo": "#cc78bc",
     "cispo": "#cc78bc",
 }
+SPAN_LOOKS = {"sampling": ("sampling", "#0173b2"), "tool": ("waiting for the tool", "#ca9161")}
+STOP_COLORS = {
+    "ANSWERED": "#029e73",
+    "LENGTH": "#d55e00",
+    "MAX_TURNS": "#cc78bc",
+    "CONTEXT": "#333333",
+    "VOID": "#bbbbbb",
+}
 _OTHER_COLORS = ("#029e73", "#cc78bc", "#ca9161", "#d55e00", "#ece133")
 _OTHER_LINES = ((0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -298,6 +306,60 @@ def token_weights(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
     ax.set(xscale="log", yscale="log", xlabel="length of the response (tokens)",
            ylabel="weight of one of its tokens")  # fmt: skip
     ax.legend(fontsize="small")
+    return ax
+
+
+@style()
+def rollout_timeline(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """When each trajectory sampled and when it waited for its tool; one row per trajectory.
+
+    df: columns request_id, kind ("sampling" or "tool"), start, end (seconds). The earliest to end
+    is at the bottom.
+    """
+    ax = _axes(ax)
+    rows = df.groupby("request_id").end.max().sort_values(kind="stable").index
+    places = {request_id: place for place, request_id in enumerate(rows)}
+    for kind, spans in df.groupby("kind", sort=True):
+        label, color = SPAN_LOOKS[kind]
+        ax.barh(
+            spans.request_id.map(places), spans.end - spans.start, left=spans.start,
+            height=0.75, color=color, label=label,
+        )  # fmt: skip
+    ax.set(xlabel="time (s)", ylabel="trajectory", yticks=[], xlim=(0, 1.01 * df.end.max()))
+    ax.legend(fontsize="small", loc="lower right")
+    return ax
+
+
+@style()
+def token_origins(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Length of responses against `df.x`, from the model (trained) and from the tool (masked).
+
+    df: columns x, trained, tool (tokens), stop; a strip below the axis shows the stop reason.
+    """
+    ax = _axes(ax)
+    parts = (("trained", "sampling", "sampled, trained"), ("tool", "tool", "tool, masked"))
+    floor = 0 * df.trained
+    for column, kind, label in parts:
+        ax.bar(df.x, df[column], 1.0, floor, color=SPAN_LOOKS[kind][1], label=label, linewidth=0)
+        floor = floor + df[column]
+    strip = 0.05 * float(floor.max())
+    for stop, rows in df.groupby("stop", sort=False):
+        color = STOP_COLORS[stop]
+        ax.bar(rows.x, -strip, 1.0, -strip / 2, color=color, label=f"stop: {stop}", linewidth=0)
+    ax.set(xlabel="x", ylabel="response (tokens)", xlim=(df.x.min() - 0.6, df.x.max() + 0.6))
+    ax.legend(fontsize="x-small")
+    return ax
+
+
+@style()
+def turn_counts(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """How many trajectories have one turn, two, …: df has one row per trajectory, column turns."""
+    ax = _axes(ax)
+    counts = df.turns.value_counts().sort_index()
+    ax.bar(counts.index, counts, 0.7, color=SPAN_LOOKS["sampling"][1])
+    ax.set(xlabel="turns", ylabel="trajectories")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     return ax
 
 
