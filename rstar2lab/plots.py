@@ -310,28 +310,37 @@ def token_weights(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
 
 
 @style()
-def rollout_timeline(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """When each trajectory sampled and when it waited for its tool; one row per trajectory.
+def rollout_timelines(
+    spans: Mapping[str, pd.DataFrame], axes: Sequence[Axes] | None = None
+) -> np.ndarray:
+    """When each trajectory sampled and when it waited for its tool: one panel per named batch.
 
-    df: columns request_id, kind ("sampling" or "tool"), start, end (seconds). The earliest to end
-    is at the bottom.
+    Each frame: columns request_id, kind ("sampling" or "tool"), start, end (seconds). One row per
+    trajectory, the earliest to end at the bottom; all panels share the axis of time.
     """
-    ax = _axes(ax)
-    rows = df.groupby("request_id").end.max().sort_values(kind="stable").index
-    places = {request_id: place for place, request_id in enumerate(rows)}
-    for kind, spans in df.groupby("kind", sort=True):
-        label, color = SPAN_LOOKS[kind]
-        ax.barh(
-            spans.request_id.map(places), spans.end - spans.start, left=spans.start,
-            height=0.75, color=color, label=label,
-        )  # fmt: skip
-    ax.set(xlabel="time (s)", ylabel="trajectory", yticks=[], xlim=(0, 1.01 * df.end.max()))
-    ax.legend(fontsize="small", loc="lower right")
-    return ax
+    if axes is None:
+        size = (7, 0.5 + 2.3 * len(spans))
+        axes = plt.subplots(len(spans), 1, figsize=size, sharex=True, squeeze=False)[1]
+    axes = np.asarray(axes, object).ravel()
+    for ax, (name, df) in zip(axes, spans.items(), strict=True):
+        rows = df.groupby("request_id").end.max().sort_values(kind="stable").index
+        places = {request_id: place for place, request_id in enumerate(rows)}
+        for kind, found in df.groupby("kind", sort=True):
+            label, color = SPAN_LOOKS[kind]
+            ax.barh(
+                found.request_id.map(places), found.end - found.start, left=found.start,
+                height=0.75, color=color, label=label,
+            )  # fmt: skip
+        ax.set(ylabel="trajectory", yticks=[])
+        ax.set_xlabel("time (s)", visible=ax is axes[-1])
+        ax.set_title(name, fontsize="medium", loc="left")
+    axes[-1].set_xlim(0, 1.01 * max(df.end.max() for df in spans.values()))
+    axes[0].legend(fontsize="small", loc="lower right")
+    return axes
 
 
 @style()
-def token_origins(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+def token_origins(df: pd.DataFrame, ax: Axes | None = None, *, x_label: str) -> Axes:
     """Length of responses against `df.x`, from the model (trained) and from the tool (masked).
 
     df: columns x, trained, tool (tokens), stop; a strip below the axis shows the stop reason.
@@ -346,21 +355,30 @@ def token_origins(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     for stop, rows in df.groupby("stop", sort=False):
         color = STOP_COLORS[stop]
         ax.bar(rows.x, -strip, 1.0, -strip / 2, color=color, label=f"stop: {stop}", linewidth=0)
-    ax.set(xlabel="x", ylabel="response (tokens)", xlim=(df.x.min() - 0.6, df.x.max() + 0.6))
+    ax.set(xlabel=x_label, ylabel="response (tokens)", xlim=(df.x.min() - 0.6, df.x.max() + 0.6))
     ax.legend(fontsize="x-small")
     return ax
 
 
 @style()
-def turn_counts(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """How many trajectories have one turn, two, …: df has one row per trajectory, column turns."""
-    ax = _axes(ax)
+def response_sizes(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """A batch as a population: every response by its length, and how many have 1, 2, … turns.
+
+    df: one row per trajectory (`notebook.trajectory_table`), columns turns, trained, tool, stop.
+    """
+    if axes is None:
+        axes = plt.subplots(1, 2, figsize=(8, 3.2), width_ratios=(2, 1))[1]
+    left, right = axes = np.asarray(axes, object).ravel()
+    order = (df.trained + df.tool).sort_values(kind="stable").index
+    token_origins(
+        df.loc[order].assign(x=range(1, len(df) + 1)), left, x_label="trajectory, by length"
+    )
     counts = df.turns.value_counts().sort_index()
-    ax.bar(counts.index, counts, 0.7, color=SPAN_LOOKS["sampling"][1])
-    ax.set(xlabel="turns", ylabel="trajectories")
-    for axis in (ax.xaxis, ax.yaxis):
+    right.bar(counts.index, counts, 0.7, color=SPAN_LOOKS["sampling"][1])
+    right.set(xlabel="turns", ylabel="trajectories")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    return ax
+    return axes
 
 
 def caption(scale: str, steps: int, seeds: int, host: str = "2 CPU cores") -> str:
