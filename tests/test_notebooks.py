@@ -34,6 +34,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|A
 SMALL_PARAMETERS = {
     "00_tour": {"train_steps": 1},
     "01_protocol": {},
+    "03_rollout": {"samples": 2, "slow_seconds": 0.1, "small_kv_tokens": 256},
     "05_reward_noise": {"resamples": 200},
     "06_grpo": {"ratios": 41, "longest": 200},
     "07_roc": {"draws": 300, "replays": 2},
@@ -221,6 +222,12 @@ def test_numbers_are_unique_and_every_notebook_has_small_parameters():
 
 
 # Runs
+
+
+@pytest.fixture(autouse=True)
+def backend_of_notebooks(monkeypatch):
+    """A kernel draws inline unless the variable says otherwise, as it does in headless jobs."""
+    monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
 def run(name, out, parameters, cwd):
