@@ -1,20 +1,22 @@
-"""What notebooks share: the repository's folder, library source on the page, recorded rollouts.
+"""What notebooks share: the repository's folder, library source on the page, rollouts as tables.
 
 A notebook shows the code it talks about and never types it again; it runs from any working
 directory without an absolute path in it; and what it knows of a run it reads from the run's folder.
 """
 
+import html
 import inspect
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-from IPython.display import Markdown
+from IPython.display import HTML, Markdown
 
-from . import runs
-from .types import StopReason, ToolStatus
+from . import protocol, runs
+from .types import StopReason, ToolStatus, Trajectory
 
 _MARKS = ("rstar2lab/roc.py", "notebooks")
 
@@ -37,6 +39,45 @@ def show_source(shown: Callable | type) -> Markdown:
     """The source of a function or class of the library, highlighted by the notebook's front end."""
     source = textwrap.dedent(inspect.getsource(shown))
     return Markdown(f"*`{shown.__module__}.{shown.__qualname__}`*\n\n```python\n{source}```")
+
+
+def trajectory_table(trajectories: Iterable[Trajectory]) -> pd.DataFrame:
+    """One row per trajectory: how it ended, what it called, whose tokens it has, its reward.
+
+    trained: tokens that the model wrote; tool: those that the environment appended.
+    """
+    return pd.DataFrame(
+        {
+            "stop": each.stop.name,
+            "turns": len(each.turns),
+            "calls": each.num_calls,
+            "failed": each.num_tool_errors,
+            "trained": each.num_trained_tokens,
+            "tool": len(each.response_ids) - each.num_trained_tokens,
+            "reward": each.reward,
+            "reason": each.reason,
+        }
+        for each in trajectories
+    )
+
+
+def token_boxes(trajectory: Trajectory, tokenizer: protocol.Tokenizer) -> HTML:
+    """The response, one box per token: green if sampled, the darker the less likely; else gray.
+
+    Pointing at a box shows its place and its log-prob.
+    """
+    boxes = []
+    for place, token_id in enumerate(trajectory.response_ids):
+        logprob, color = float(trajectory.logprobs[place]), "#e4e4e4"
+        if trajectory.loss_mask[place]:
+            color = f"rgba(30,140,60,{0.2 + 0.7 * (1 - np.exp(logprob)):.2f})"
+        boxes.append(
+            f'<span title="{place}: {logprob:.3f}" style="background:{color};'
+            f'border:1px solid #fff;white-space:pre-wrap">'
+            f"{html.escape(tokenizer.decode([token_id]))}</span>"
+        )
+    style = "font-family:monospace;color:#222;line-height:1.8"
+    return HTML(f'<div style="{style}">{"".join(boxes)}</div>')
 
 
 def recorded_trajectories(sweep: str | Path, arm: str) -> pd.DataFrame:

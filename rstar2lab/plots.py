@@ -74,6 +74,14 @@ LOSS_COLORS = {
     "gspo": "#cc78bc",
     "cispo": "#cc78bc",
 }
+SPAN_LOOKS = {"sampling": ("sampling", "#0173b2"), "tool": ("waiting for the tool", "#ca9161")}
+STOP_COLORS = {
+    "ANSWERED": "#029e73",
+    "LENGTH": "#d55e00",
+    "MAX_TURNS": "#cc78bc",
+    "CONTEXT": "#333333",
+    "VOID": "#bbbbbb",
+}
 _OTHER_COLORS = ("#029e73", "#cc78bc", "#ca9161", "#d55e00", "#ece133")
 _OTHER_LINES = ((0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -299,6 +307,78 @@ def token_weights(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
            ylabel="weight of one of its tokens")  # fmt: skip
     ax.legend(fontsize="small")
     return ax
+
+
+@style()
+def rollout_timelines(
+    spans: Mapping[str, pd.DataFrame], axes: Sequence[Axes] | None = None
+) -> np.ndarray:
+    """When each trajectory sampled and when it waited for its tool: one panel per named batch.
+
+    Each frame: columns request_id, kind ("sampling" or "tool"), start, end (seconds). One row per
+    trajectory, the earliest to end at the bottom; all panels share the axis of time.
+    """
+    if axes is None:
+        size = (7, 0.5 + 2.3 * len(spans))
+        axes = plt.subplots(len(spans), 1, figsize=size, sharex=True, squeeze=False)[1]
+    axes = np.asarray(axes, object).ravel()
+    for ax, (name, df) in zip(axes, spans.items(), strict=True):
+        rows = df.groupby("request_id").end.max().sort_values(kind="stable").index
+        places = {request_id: place for place, request_id in enumerate(rows)}
+        for kind, found in df.groupby("kind", sort=True):
+            label, color = SPAN_LOOKS[kind]
+            ax.barh(
+                found.request_id.map(places), found.end - found.start, left=found.start,
+                height=0.75, color=color, label=label,
+            )  # fmt: skip
+        ax.set(ylabel="trajectory", yticks=[])
+        ax.set_xlabel("time (s)", visible=ax is axes[-1])
+        ax.set_title(name, fontsize="medium", loc="left")
+    axes[-1].set_xlim(0, 1.01 * max(df.end.max() for df in spans.values()))
+    axes[0].legend(fontsize="small", loc="lower right")
+    return axes
+
+
+@style()
+def token_origins(df: pd.DataFrame, ax: Axes | None = None, *, x_label: str) -> Axes:
+    """Length of responses against `df.x`, from the model (trained) and from the tool (masked).
+
+    df: columns x, trained, tool (tokens), stop; a strip below the axis shows the stop reason.
+    """
+    ax = _axes(ax)
+    parts = (("trained", "sampling", "sampled, trained"), ("tool", "tool", "tool, masked"))
+    floor = 0 * df.trained
+    for column, kind, label in parts:
+        ax.bar(df.x, df[column], 1.0, floor, color=SPAN_LOOKS[kind][1], label=label, linewidth=0)
+        floor = floor + df[column]
+    strip = 0.05 * float(floor.max())
+    for stop, rows in df.groupby("stop", sort=False):
+        color = STOP_COLORS[stop]
+        ax.bar(rows.x, -strip, 1.0, -strip / 2, color=color, label=f"stop: {stop}", linewidth=0)
+    ax.set(xlabel=x_label, ylabel="response (tokens)", xlim=(df.x.min() - 0.6, df.x.max() + 0.6))
+    ax.legend(fontsize="x-small")
+    return ax
+
+
+@style()
+def response_sizes(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """A batch as a population: every response by its length, and how many have 1, 2, … turns.
+
+    df: one row per trajectory (`notebook.trajectory_table`), columns turns, trained, tool, stop.
+    """
+    if axes is None:
+        axes = plt.subplots(1, 2, figsize=(8, 3.2), width_ratios=(2, 1))[1]
+    left, right = axes = np.asarray(axes, object).ravel()
+    order = (df.trained + df.tool).sort_values(kind="stable").index
+    token_origins(
+        df.loc[order].assign(x=range(1, len(df) + 1)), left, x_label="trajectory, by length"
+    )
+    counts = df.turns.value_counts().sort_index()
+    right.bar(counts.index, counts, 0.7, color=SPAN_LOOKS["sampling"][1])
+    right.set(xlabel="turns", ylabel="trajectories")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    return axes
 
 
 def caption(scale: str, steps: int, seeds: int, host: str = "2 CPU cores") -> str:

@@ -12,6 +12,7 @@ from rstar2lab import config as cfg
 from rstar2lab.engines import EngineError, Sampling
 from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.engines.torch_engine import TorchEngine, draw, sampling_logprobs, uniforms
+from rstar2lab.engines.watched import WatchedEngine
 from rstar2lab.nano import model
 
 VOCABULARY = 40
@@ -601,14 +602,17 @@ def test_a_tool_that_raises_does_so_at_its_own_caller(net):
     assert len(completion.token_ids) == 20 and isinstance(error, ValueError)
 
 
-# --- the protocol, for both engines --------------------------------------------------------------
+# --- the protocol, for every engine --------------------------------------------------------------
 
 LINE = [3, 1, 4, 1, 5, 9]
 
 
-@pytest.fixture(params=["torch", "scripted"])
+@pytest.fixture(params=["torch", "scripted", "watched"])
 def engine(request, net):
-    made = make_engine(net) if request.param == "torch" else ScriptedEngine(lambda rid: [LINE] * 9)
+    scripted = ScriptedEngine(lambda rid: [LINE] * 9)
+    made = {"torch": make_engine(net), "scripted": scripted, "watched": WatchedEngine(scripted)}[
+        request.param
+    ]
     yield made
     made.close()
 
@@ -650,3 +654,34 @@ def test_a_tool_s_result_is_delivered_and_an_idle_engine_has_no_load(engine):
 
 def test_aborting_what_is_unknown_is_harmless(engine):
     asyncio.run(engine.abort("nobody"))
+
+
+def test_a_watched_engine_says_what_each_trajectory_did_and_changes_nothing(net):
+    async def tool(seconds):
+        await asyncio.sleep(seconds)
+
+    async def rollout(engine, name, seconds):
+        first = await engine.generate(name, prompt(1), Sampling(5, seed=1))
+        await engine.deliver(tool(seconds))
+        tokens = prompt(1) + first.token_ids.tolist()
+        return await engine.generate(name, [*tokens, 7], Sampling(3, seed=1))
+
+    async def main(engine, seconds):
+        return await asyncio.gather(*(rollout(engine, name, seconds) for name in "ab"))
+
+    spans = []
+    for seconds in (0, 0.01):
+        engine = WatchedEngine(make_engine(net))
+        found = asyncio.run(main(engine, seconds))
+        expected = asyncio.run(main(make_engine(net), seconds))
+        assert [c.logprobs.tolist() for c in found] == [c.logprobs.tolist() for c in expected]
+        spans.append([s for s in engine.spans if s.request_id == "b"])
+    steps = [[(s.kind, s.first_step, s.last_step) for s in each] for each in spans]
+    assert steps[0] == steps[1] and [kind for kind, *_ in steps[0]] == ["sampling", "tool"] + [
+        "sampling"
+    ]
+    first, waited, second = spans[1]
+    assert (first.tokens, first.input_tokens, first.cached_tokens) == (5, 12, 0)
+    assert (second.tokens, second.input_tokens, second.cached_tokens) == (3, 18, 16)
+    assert waited.end - waited.start >= 0.01 and waited.tokens == 0
+    assert first.last_step - first.first_step == 5

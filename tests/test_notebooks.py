@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pandas as pd
 import papermill
 import pytest
 from recorded import write_recorded_run
 
-from rstar2lab import notebook
+from rstar2lab import notebook, types
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -33,6 +34,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|A
 SMALL_PARAMETERS = {
     "00_tour": {"train_steps": 1},
     "01_protocol": {},
+    "03_rollout": {"samples": 2, "slow_seconds": 0.1, "small_kv_tokens": 256},
     "05_reward_noise": {"resamples": 200},
     "06_grpo": {"ratios": 41, "longest": 200},
     "07_roc": {"draws": 300, "replays": 2},
@@ -222,6 +224,12 @@ def test_numbers_are_unique_and_every_notebook_has_small_parameters():
 # Runs
 
 
+@pytest.fixture(autouse=True)
+def backend_of_notebooks(monkeypatch):
+    """A kernel draws inline unless the variable says otherwise, as it does in headless jobs."""
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+
+
 def run(name, out, parameters, cwd):
     """Execute a notebook as a person would with papermill, in a folder that is not its own."""
     papermill.execute_notebook(
@@ -272,6 +280,40 @@ def test_source_is_shown_as_it_stands_in_the_library():
     shown = notebook.show_source(notebook.repository).data
     assert shown.startswith("*`rstar2lab.notebook.repository`*")
     assert "```python\ndef repository(" in shown
+
+
+def two_turns(**changed):
+    """A trajectory of one call with its response, and of an answer."""
+    call = types.ToolCall("python", "1 < 2")
+    result = types.ToolResult(types.ToolStatus.ERROR)
+    first = types.Turn("", np.arange(2), np.zeros(2), call=call, result=result)
+    mask = np.array([True, True, False, True])
+    return types.Trajectory(
+        "p", 0, np.arange(3), np.arange(4), mask, np.log([1, 0.5, 1, 1]), None,
+        (first, types.Turn("", np.arange(1), np.zeros(1))), types.StopReason.ANSWERED, **changed,
+    )  # fmt: skip
+
+
+def test_a_table_of_trajectories_has_one_row_each_with_calls_and_origins():
+    rows = notebook.trajectory_table([two_turns(reward=1.0, reason="exact_integer"), two_turns()])
+    assert rows.iloc[0].to_dict() == {
+        "stop": "ANSWERED", "turns": 2, "calls": 1, "failed": 1, "trained": 3, "tool": 1,
+        "reward": 1.0, "reason": "exact_integer",
+    }
+    assert len(rows) == 2 and pd.isna(rows.reward[1])
+
+
+def test_token_boxes_are_green_where_sampled_darker_where_unlikely_and_escaped():
+    class Letters:
+        def decode(self, token_ids):
+            return "a<b&"[token_ids[0]]
+
+    shown = notebook.token_boxes(two_turns(), Letters()).data
+    colors = re.findall("background:([^;]*);", shown)
+    assert colors == [f"rgba(30,140,60,{a})" for a in ("0.20", "0.55")] + ["#e4e4e4"] + [
+        "rgba(30,140,60,0.20)"
+    ]
+    assert re.findall(">([^<>]*)</span>", shown) == ["a", "&lt;", "b", "&amp;"]
 
 
 def test_recorded_trajectories_count_calls_by_status_and_leave_void_ones_out(tmp_path):

@@ -84,6 +84,16 @@ def weight_frame():
     return pd.DataFrame(rows)
 
 
+def span_frame():
+    rows = [("a", "sampling", 0.0, 1.0), ("a", "tool", 1.0, 3.0), ("b", "sampling", 0.0, 2.0)]
+    return pd.DataFrame(rows, columns=["request_id", "kind", "start", "end"])
+
+
+def origin_frame():
+    rows = [(0, 30, 9, "ANSWERED", 2), (1, 12, 0, "CONTEXT", 1), (2, 40, 9, "ANSWERED", 2)]
+    return pd.DataFrame(rows, columns=["x", "trained", "tool", "stop", "turns"])
+
+
 def draw_all():
     """Every public figure function once, by name."""
     df = runs_frame()
@@ -97,6 +107,9 @@ def draw_all():
         "reward_by_failed_calls": plots.reward_by_failed_calls(failed_calls_frame()),
         "clip_quadrants": plots.clip_quadrants(quadrant_frame()),
         "token_weights": plots.token_weights(weight_frame()),
+        "rollout_timelines": plots.rollout_timelines({"batch": span_frame()}),
+        "token_origins": plots.token_origins(origin_frame(), x_label="budget"),
+        "response_sizes": plots.response_sizes(origin_frame()),
     }
 
 
@@ -192,6 +205,26 @@ def test_quadrants_have_a_row_per_quantity_and_the_positive_advantage_first():
     assert [ax.get_title() for ax in axes] == ["advantage +1", "advantage −1", "", ""]
     assert [ax.get_ylabel() for ax in axes] == ["objective", "", "gradient", ""]
     assert legend_texts(axes[0]) == ["no clip", "mine"]
+
+
+def test_a_timeline_has_one_row_per_trajectory_and_the_earliest_to_end_at_the_bottom():
+    (ax,) = plots.rollout_timelines({"batch": span_frame()})
+    bars = {(round(bar.get_x(), 3), round(bar.get_width(), 3)): bar.get_y() + bar.get_height() / 2
+            for bar in ax.patches}  # fmt: skip
+    assert bars == pytest.approx({(0, 1): 1, (1, 2): 1, (0, 2): 0})
+    assert legend_texts(ax) == ["sampling", "waiting for the tool"]
+
+
+def test_tokens_are_stacked_by_origin_and_every_stop_is_named_once():
+    ax = plots.token_origins(origin_frame(), x_label="budget")
+    assert legend_texts(ax)[2:] == ["stop: ANSWERED", "stop: CONTEXT"]
+    assert [bar.get_y() + bar.get_height() for bar in ax.containers[1]] == [39, 12, 49]
+
+
+def test_response_sizes_are_sorted_by_length_and_turns_are_counted():
+    left, right = plots.response_sizes(origin_frame())
+    assert [bar.get_y() + bar.get_height() for bar in left.containers[1]] == [12, 39, 49]
+    assert [bar.get_height() for bar in right.patches] == [1, 2]
 
 
 def test_token_weights_are_drawn_on_logarithmic_axes_one_line_per_loss():
