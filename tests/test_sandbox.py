@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -720,3 +721,25 @@ def test_preloaded_numpy_is_fast_reseeded_and_single_threaded():
         solve = "import numpy as np\nfloat(np.linalg.solve(np.eye(50) * 2, np.ones(50))[0])"
         assert sandbox.run(solve).stdout == "0.5\n"
         assert sandbox.run("numpy").status is ToolStatus.ERROR
+
+
+def test_an_interpreter_below_tmp_loses_no_level_and_its_packages_are_found(tmp_path):
+    """A clone in a temporary folder has its virtualenv where the box is mounted."""
+    import sysconfig
+    import venv
+
+    venv.create(tmp_path / "venv", with_pip=False)
+    packages = sysconfig.get_paths()["purelib"]
+    lines = (
+        "from rstar2lab.sandbox import Sandbox",
+        "with Sandbox(workers=1) as s:",
+        "    print(s.level, s.run('import json; json.dumps(1)').stdout)",
+    )
+    found = subprocess.run(
+        [tmp_path / "venv/bin/python", "-W", "ignore", "-c", "\n".join(lines)],
+        env={"PYTHONPATH": f"{Path(__file__).parents[1]}:{packages}"},
+        capture_output=True, text=True, timeout=60,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert found.stdout.split() == [detect_level(), "'1'"], found.stderr

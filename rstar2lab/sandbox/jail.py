@@ -260,6 +260,7 @@ class NamespaceJail:
     limits: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
     filter: seccomp.Filter | None = None
     cgroup: Cgroup | None = None
+    links: dict[str, str] = field(default_factory=dict)  # in the box, to sources it would cover
 
     def leave_host(self) -> None:
         """In the helper: cgroup and namespaces; the next forked process is process 1.
@@ -283,7 +284,8 @@ class NamespaceJail:
         if not self.plan.has_user_namespace:  # the host's number of this process: unique
             self.user = _OWN_USER_BASE + int(os.readlink("/proc/self"))
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-        build_root(outermost([*interpreter_paths(), *self.plan.readable]), self.user)
+        sources = outermost([*interpreter_paths(), *self.plan.readable])
+        self.links = build_root(sources, self.user)
         self._mount_box()
         kernel.restrict_mount("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
         kernel.set_host_name("sandbox")
@@ -292,6 +294,9 @@ class NamespaceJail:
         options = f"size={self.plan.limits.file_mb}m,nr_inodes={_BOX_INODES},mode=700"
         options += f",uid={self.user},gid={self.user}"
         kernel.mount("box", self.box, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        for path, target in self.links.items():
+            os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+            os.symlink(target, path)
 
     def confine(self) -> None:
         """In the forked child: limits, no privileges, filter. There is no way back."""
@@ -374,21 +379,25 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def build_root(sources: list[str], user: int) -> None:
+def build_root(sources: list[str], user: int) -> dict[str, str]:
     """Mount a private root: read-only binds of the system and `sources`, few devices, /proc.
 
-    Sources are opened first, because the new root covers /tmp, where they may lie.
+    Sources are opened first, because the new root covers /tmp, where they may lie. Those that do
+    would be covered again by the box: they are bound below /mnt, and returned as links to make.
     Raises: OSError.
     """
     binds = {path: os.open(path, os.O_PATH) for path in _bindable(_SYSTEM_PATHS)}
     binds |= {path: os.open(path, os.O_PATH) for path in sources if not _is_below(path, binds)}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
     root = "/tmp"
+    covered = [path for path in binds if path.startswith("/tmp/")]
+    links = {path: f"/mnt/{number}" for number, path in enumerate(covered)}
     kernel.mount("root", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    read_only = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
     for path, descriptor in binds.items():
-        _bind(root + path, descriptor)
-        read_only = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
-        kernel.restrict_mount(root + path, read_only)
+        place = root + links.get(path, path)
+        _bind(place, descriptor)
+        kernel.restrict_mount(place, read_only)
     for path, descriptor in devices.items():
         _bind(root + path, descriptor)
     _add_links(root)
@@ -399,6 +408,7 @@ def build_root(sources: list[str], user: int) -> None:
     for descriptor in (*binds.values(), *devices.values()):
         os.close(descriptor)
     kernel.pivot_root(root)
+    return links
 
 
 def _bindable(paths: tuple[str, ...]) -> list[str]:
