@@ -57,7 +57,7 @@ def _curves(frame: pd.DataFrame, caption: str, path: Path) -> Path:
     for ax, (metric, label) in zip(axes.flat, CURVES.items(), strict=True):
         data = stats.seed_curve(frame, metric)
         plots.curve(data, ax, metric_label=label)
-        if ax is not axes.flat[0]:
+        if ax is not axes.flat[0] and ax.get_legend():  # without a correct answer: no line
             ax.get_legend().remove()
         used.append(data.assign(metric=metric))
     return _save(figure, caption, path, pd.concat(used))

@@ -326,6 +326,8 @@ def metrics_frame(path: str | Path) -> pd.DataFrame:
         folder = RunFolder(file.parent)
         arm, _, seed = file.parent.name.rpartition("-s")
         frame = pd.DataFrame(folder.rows())
+        never = [c for c in frame if frame[c].isna().all()]  # a rate that never had a denominator
+        frame = frame.astype(dict.fromkeys(never, float))
         if len(frame) and arm:
             frames.append(frame.assign(arm=arm, run_seed=int(seed), sweep=file.parent.parent.name))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
