@@ -1,5 +1,6 @@
 """The command line: reproduce · train · sweep · evaluate · figures · doctor."""
 
+import json
 import os
 import shlex
 import sys
@@ -79,12 +80,12 @@ def train(
     from tqdm.auto import tqdm
 
     from . import config as cfg
-    from . import grpo, trainer
+    from . import grpo, runs, trainer
 
-    chosen = dict(cfg.parse_setting(text) for text in settings)
-    loaded = cfg.load(config, arm, chosen | {"run.seed": seed})
+    loaded = cfg.load(config, arm, _chosen(settings, {"run.seed": seed}))
     print(f"loss: {grpo.describe(loaded.loss)}")
     folder = out or Path("runs") / "train" / f"{arm}-s{seed}"
+    trainer.check_run(loaded, runs.RunFolder(folder), resume=resume)
     check_isolation(require_isolation)
     with tqdm(total=loaded.cold_start.steps, desc="cold start", unit="step") as bar:
 
@@ -164,7 +165,7 @@ def sweep(
 
 def evaluate(
     model: tyro.conf.Positional[Path],
-    config: Path = NANO,
+    config: Path | None = None,
     arm: str | None = None,
     samples: int = 4,
     temperature: float = 1.0,
@@ -176,7 +177,7 @@ def evaluate(
 
     Args:
         model: a checkpoint folder, or a finished run folder.
-        config: base configuration (problems, chat format, limits).
+        config: base configuration (problems, chat format, limits); a run folder brings its own.
         arm: an arm whose chat format and limits apply.
         samples: k per problem.
         temperature: the paper evaluates at 0.6 (§5.1), the nano training at 1.0.
@@ -190,18 +191,18 @@ def evaluate(
     from . import evaluate as evaluation
     from . import trainer
 
-    chosen = dict(cfg.parse_setting(text) for text in settings)
-    loaded = cfg.load(
-        config,
-        arm,
-        chosen
-        | {
-            "run.seed": seed,
-            "evaluation.samples": samples,
-            "evaluation.temperature": temperature,
-        },
-    )
-    path = model / "model" if (model / "model").is_dir() else model
+    chosen = _chosen(settings, {
+        "run.seed": seed, "evaluation.samples": samples, "evaluation.temperature": temperature,
+    })  # fmt: skip
+    is_run = (model / "metrics.jsonl").exists()
+    if is_run and config is None and arm is None:
+        recorded = json.loads((model / "config.json").read_text())
+        loaded = cfg.from_flat(cfg.flatten(recorded) | chosen)
+    else:
+        loaded = cfg.load(config or NANO, arm, chosen)
+    path = model / "model" if is_run else model
+    if loaded.chat.tools:
+        check_isolation(None)
     rows = trainer.evaluate_checkpoint(loaded, path)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -246,6 +247,20 @@ def doctor(vllm: Path | None = None, template: str | None = None) -> None:
         raise SystemExit(1)
 
 
+def _chosen(settings: tuple[str, ...], options: dict) -> dict:
+    """Values of `--set` with those of the command's own options; a value is said in one place.
+
+    Raises:
+        ConfigError: `--set` names what an option sets.
+    """
+    from .config import ConfigError, parse_setting
+
+    chosen = dict(parse_setting(text) for text in settings)
+    for key in sorted(chosen.keys() & options.keys()):
+        raise ConfigError(f"--set {key}: use the option --{key.split('.')[-1]}")
+    return chosen | options
+
+
 def _advance(bar, step: int, **shown: float) -> None:
     bar.update(step - bar.n)
     bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()})
@@ -276,6 +291,11 @@ def check_isolation(required: str | None) -> None:
         raise SandboxError(
             f"the sandbox reaches {level} here, but {required} was required; run as root or allow "
             "user namespaces, or lower --require-isolation"
+        )
+    if level == "L0":
+        raise SandboxError(
+            "no isolation works here, and model-written programs are not run without; see "
+            "`rstar2lab doctor`, and run as root or allow user namespaces"
         )
     if level < "L3":
         print(
@@ -329,7 +349,9 @@ def _known_errors() -> tuple[type[Exception], ...]:
     from .runs import RunError
     from .sandbox.levels import SandboxError
 
-    known: list[type[Exception]] = [ConfigError, MissingExtra, RunError, SandboxError]
+    known: list[type[Exception]] = [
+        ConfigError, MissingExtra, RunError, SandboxError, OSError
+    ]  # fmt: skip
     for module, name in (
         ("sweep", "SweepError"),
         ("templates", "TemplateError"),

@@ -320,9 +320,11 @@ def _check_keys(flat: dict[str, Any], origin: str) -> None:
     known = known_keys()
     for key in flat:
         if key not in known:
-            hint = _nearest(key, known) or _nearest(
-                key.split(".")[-1], [k.split(".")[-1] for k in known]
-            )
+            by_name = {k.split(".")[-1]: k for k in known}
+            close = difflib.get_close_matches(key.split(".")[-1], by_name, n=1, cutoff=0.5)
+            hint = _nearest(key, known) if "." in key else ""
+            if not hint and close:
+                hint = f" (did you mean {by_name[close[0]]!r}?)"
             raise ConfigError(f"{origin}: unknown key {key!r}{hint}")
 
 

@@ -43,6 +43,7 @@ def run_points(
     points: Sequence[sweep.Point], *, jobs: int, template: Path = sweep.TEMPLATE
 ) -> None:
     """The cold start, then the points, each under one progress bar."""
+    sweep.check_configurations(points)  # refused before the cold start, not after
     waiting = [point for point in points if not point.is_done]
     if waiting:
         make_cold_start(waiting[0])

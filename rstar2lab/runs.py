@@ -123,8 +123,15 @@ class RunFolder:
         except RunError:
             self.close()
             raise
-        if not resume and (self.is_done or self.rows()):
+        try:
+            self.check_resumable(resume=resume)
+        except RunError:
             self.close()
+            raise
+
+    def check_resumable(self, *, resume: bool) -> None:
+        """Raises: RunError if the folder holds a run that is not to be resumed."""
+        if not resume and (self.is_done or self.rows()):
             raise RunError(
                 f"{self.path} already holds a run; continue it with --resume, or remove the folder"
             )

@@ -90,7 +90,14 @@ def grid(
 
     Raises:
         cfg.ConfigError: a point's configuration is not valid.
+        SweepError: no arm, no seed, or one of them twice.
     """
+    cfg.read_toml(config)
+    if not arms or not seeds or len(set(seeds)) < len(seeds) or len(set(arms)) < len(arms):
+        raise SweepError(
+            f"expected distinct arms and seeds, at least one each; found arms {list(arms)}, "
+            f"seeds {list(seeds)}"
+        )
     out, config = Path(out), runs.relative(config)
     points = [
         Point(
@@ -105,7 +112,7 @@ def grid(
         for seed in seeds
         for arm in arms
     ]
-    for point in points[: len(arms)]:
+    for point in points:
         point.load_config()
     return points
 
@@ -151,6 +158,8 @@ def run(
         SweepError: an undeclared parameter, or points that failed (the others have finished).
         KeyboardInterrupt: after the running points have been stopped.
     """
+    if jobs < 1:
+        raise SweepError(f"jobs={jobs}, expected at least 1")
     report = report or (lambda point, step, steps: None)
     check_configurations(points)
     waiting = [point for point in points if not point.is_done]

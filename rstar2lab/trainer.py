@@ -167,6 +167,22 @@ def _seconds(rollout: float, trajectories: Sequence[Trajectory], learner: float)
     return {"seconds_rollout": rollout, "seconds_tools": tools, "seconds_learner": learner}
 
 
+def check_run(config: cfg.Config, folder: runs.RunFolder, *, resume: bool) -> None:
+    """Refuse a run that cannot go on in this folder, before the cold start.
+
+    Raises:
+        ConfigError: top-p below 1, which the learner's log-probs do not follow.
+        runs.RunError: the folder holds another run, or one to be resumed.
+    """
+    if config.rollout.top_p < 1:
+        raise cfg.ConfigError(
+            f"rollout.top_p={config.rollout.top_p}: the learner's log-probs are of the "
+            "full distribution; train with rollout.top_p=1 (§5.1)"
+        )
+    folder.check_configuration(cfg.to_json(config))
+    folder.check_resumable(resume=resume)
+
+
 class Trainer:
     """One run. `report` receives every metric row, `tick` every finished rollout."""
 
@@ -195,14 +211,9 @@ class Trainer:
             TrainingError: too many void trajectories, or engine and learner disagree.
             ConfigError: top-p below 1, which the learner's log-probs do not follow.
         """
-        if self.config.rollout.top_p < 1:
-            raise cfg.ConfigError(
-                f"rollout.top_p={self.config.rollout.top_p}: the learner's log-probs are of the "
-                "full distribution; train with rollout.top_p=1 (§5.1)"
-            )
+        check_run(self.config, self.folder, resume=resume)
         config_json = cfg.to_json(self.config)
         if resume and self.folder.is_done:
-            self.folder.check_configuration(config_json)
             return
         self.folder.open(
             config_json,
@@ -449,6 +460,7 @@ def train_arm(
     command: str | None = None,
 ) -> Path:
     """Cold start (cached) and train: what the sweep's notebook calls. Returns the run folder."""
+    check_run(config, runs.RunFolder(folder), resume=resume)
     path = initial_model(config, cold_start_dir)
     trainer = Trainer(config, folder, arm=arm, model_path=path, report=report, command=command)
     trainer.run(resume=resume)
