@@ -79,6 +79,7 @@ class Problems(_Section):
 
     train: int = Field(4000, gt=0)
     held_out: int = Field(200, gt=0)
+    level: Literal["all", "easy", "hard"] = Field("all", description="families by difficulty")
     seed: int = 0
 
 

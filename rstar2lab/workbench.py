@@ -40,7 +40,7 @@ class Workbench:
         self.actors = rollouts.Actors(engine, self.sandbox, tokenizer, chat)
         settings = config.problems
         self.train_problems, self.held_out = (
-            tasks.problems(count, seed=settings.seed, held_out=side)
+            tasks.problems(count, seed=settings.seed, held_out=side, level=settings.level)
             for count, side in ((settings.train, False), (settings.held_out, True))
         )
 

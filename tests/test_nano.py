@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -141,6 +142,13 @@ def test_problems_depend_on_the_seed_alone_and_families_have_equal_shares():
     assert all(sources.count(f"nano/{name}") == 10 for name in SOLUTIONS)
     assert {p.level for p in first} == {"easy", "hard"}
     assert len({p.id for p in first}) == len({p.question for p in first}) == 100
+
+
+@pytest.mark.parametrize("level", ["easy", "hard"])
+def test_problems_of_one_level_come_from_its_five_families_in_equal_shares(level):
+    found = tasks.problems(50, seed=4, held_out=False, level=level)
+    assert {p.level for p in found} == {level}
+    assert sorted(Counter(p.source for p in found).values()) == [10] * 5
 
 
 def test_asking_for_more_questions_than_exist_is_refused():

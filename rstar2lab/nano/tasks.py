@@ -208,17 +208,19 @@ def solve(family: Family, operands: Operands) -> int:
     return int(eval(family.expression(operands, 0), {"math": math}))  # noqa: S307
 
 
-def problems(count: int, *, seed: int, held_out: bool) -> list[Problem]:
-    """`count` distinct problems of one side of the split, families in equal shares.
+def problems(count: int, *, seed: int, held_out: bool, level: str = "all") -> list[Problem]:
+    """`count` distinct problems of one side of the split, the level's families in equal shares.
 
     Raises:
-        ConfigError: a family has no further question; 6,700 train and 650 held-out ones exist.
+        ConfigError: a family has no further question; 6,700 train and 650 held-out ones exist, of
+        the hard level 3,300 and 320.
     """
+    families = [family for family in FAMILIES if level in ("all", family.level)]
     rng = np.random.default_rng([seed, int(held_out)])
     found: dict[str, Problem] = {}
     misses = 0
     while len(found) < count:
-        family = FAMILIES[len(found) % len(FAMILIES)]
+        family = families[len(found) % len(families)]
         question, operands = draw_instance(rng, family)
         misses += 1
         if misses > _MOST_MISSES:
