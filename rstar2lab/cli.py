@@ -114,6 +114,7 @@ def sweep(
     out: Path = Path("runs") / "sweep",
     jobs: int = 2,
     settings: Settings = (),
+    label: str = "",
     plan: bool = False,
     template: Path | None = None,
     require_isolation: Level | None = None,
@@ -136,6 +137,7 @@ def sweep(
         out: folder of the sweep, one run folder <arm>-s<seed> per point.
         jobs: points at the same time, one core each.
         settings: values for every point.
+        label: added to the folders, <arm>_<label>-s<seed>: variants of one arm in one sweep.
         plan: only print what would run.
         template: another parameterized notebook.
         parameters: further parameters of the notebook.
@@ -152,6 +154,7 @@ def sweep(
         out,
         settings=settings,
         parameters=extra,
+        label=label,
     )
     template = template or sweeps.TEMPLATE
     sweeps.check_parameters(template, points[0].notebook_parameters())

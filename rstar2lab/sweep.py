@@ -9,6 +9,7 @@ are refused before anything runs.
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -40,6 +41,7 @@ class Point:
     cold_start_dir: str
     settings: tuple[str, ...] = ()
     parameters: dict = field(default_factory=dict)
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ class Point:
         """The command that makes this point alone."""
         words = ["rstar2lab", "sweep", "--config", self.config, "--arms", self.arm]
         words += ["--seeds", str(self.seed), "--out", str(Path(self.folder).parent)]
+        words += ["--label", self.label] if self.label else []
         for setting in self.settings:
             words += ["--set", setting]
         return shlex.join(words)
@@ -85,14 +88,19 @@ def grid(
     *,
     settings: Sequence[str] = (),
     parameters: dict | None = None,
+    label: str = "",
 ) -> list[Point]:
     """All points, seeds first: the first seed of every arm is complete before the second starts.
 
+    With a label the folders are `<arm>_<label>-s<seed>`: variants of one arm in one sweep.
+
     Raises:
         cfg.ConfigError: a point's configuration is not valid.
-        SweepError: no arm, no seed, or one of them twice.
+        SweepError: no arm, no seed, or one of them twice; a label that is no word.
     """
     cfg.read_toml(config)
+    if label and not re.fullmatch(r"\w+", label, re.ASCII):
+        raise SweepError(f"label {label!r}: expected letters, digits and underscores")
     if not arms or not seeds or len(set(seeds)) < len(seeds) or len(set(arms)) < len(arms):
         raise SweepError(
             f"expected distinct arms and seeds, at least one each; found arms {list(arms)}, "
@@ -104,10 +112,11 @@ def grid(
             arm,
             seed,
             config,
-            str(out / f"{arm}-s{seed}"),
+            str(out / f"{arm}{'_' if label else ''}{label}-s{seed}"),
             str(out.parent / "cold_start"),
             tuple(settings),
             dict(parameters or {}),
+            label,
         )
         for seed in seeds
         for arm in arms

@@ -70,13 +70,20 @@ def test_the_first_seed_of_every_arm_comes_before_the_second(config_file, tmp_pa
 
 def test_a_point_s_command_makes_the_same_point_again(config_file, tmp_path, monkeypatch):
     settings = ("run.scale=nano, two words", "optimizer.lr=1e-4")
-    point = points(config_file, tmp_path, settings=settings)[1]
+    point = points(config_file, tmp_path, settings=settings, label="lr_low")[1]
     words, made = shlex.split(point.command), []
     monkeypatch.setattr(sys, "argv", [*words, "--plan"])
     monkeypatch.setattr(sweep, "status", lambda found: made.extend(found) or [])
     cli.main()
     assert [p.load_config() for p in made] == [point.load_config()]
     assert [Path(p.folder) for p in made] == [Path(point.folder)]
+    assert point.name == "grpo_tool_lr_low-s0" and point.arm == "grpo_tool"
+
+
+@pytest.mark.parametrize("label", ["a-s1", "../up", "two words"])
+def test_a_label_that_would_not_be_one_folder_name_is_refused(config_file, tmp_path, label):
+    with pytest.raises(SweepError, match="expected letters, digits and underscores"):
+        points(config_file, tmp_path, label=label)
 
 
 def test_a_configuration_that_cannot_run_is_refused_when_the_grid_is_made(config_file, tmp_path):
