@@ -68,6 +68,29 @@ def paired(
     return stats.t_interval(values) if len(values) else None
 
 
+def variants(
+    final: pd.DataFrame, first: str = "grpo_roc", second: str = "grpo_tool"
+) -> pd.DataFrame:
+    """first − second of every variant `<arm>_<label>`: one row per seed, interval over seeds.
+
+    Columns label, metric, run_seed, value, mean, low, high, n. Only seeds of both arms count.
+    """
+    prefix, rows = f"{first}_", []
+    for arm in sorted(a for a in set(final.arm) if a.startswith(prefix)):
+        label = arm.removeprefix(prefix)
+        for column in list(MEASURES)[:3]:
+            wide = final.pivot(index="run_seed", columns="arm", values=column)
+            if f"{second}_{label}" in wide:
+                values = (wide[arm] - wide[f"{second}_{label}"]).dropna()
+                found = stats.t_interval(values.to_numpy(float)) if len(values) else None
+                rows += [
+                    {"label": label, "metric": column, "run_seed": seed, "value": value,
+                     "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+                    for seed, value in values.items()
+                ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 @dataclass(frozen=True)
 class Claim:
     """A finding of the paper as a bound on a comparison of two arms, seed by seed."""

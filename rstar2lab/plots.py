@@ -196,6 +196,25 @@ def ablation(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray
 
 
 @style()
+def differences(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """GRPO-RoC − GRPO by variant, one panel per metric: mean, interval, seeds; a line at 0.
+
+    df: columns metric, label, run_seed, value, mean, low, high, n (`ablation.variants`).
+    """
+    metrics, labels = list(dict.fromkeys(df.metric)), list(dict.fromkeys(df.label))
+    names = [f"{label}\n{_count(df[df.label == label].n)}" for label in labels]
+    axes = _panels(axes, metrics, names)
+    for ax, metric in zip(axes, metrics, strict=True):
+        ax.axvline(0, color=_PAPER_COLOR, linewidth=0.9, zorder=1)
+        for place, label in enumerate(labels):
+            rows = df[(df.metric == metric) & (df.label == label)]
+            _interval(ax, place, rows.iloc[0], ARM_COLORS["grpo_roc"])
+            _dots(ax, place + 0.3, rows.value, ARM_COLORS["grpo_roc"])
+        ax.set_xlabel("RoC − GRPO: " + ax.get_xlabel())
+    return axes
+
+
+@style()
 def keep_rates(df: pd.DataFrame, ax: Axes | None = None, **named) -> Axes:
     """How often a success is kept, against its penalty, one line per selector.
 

@@ -144,3 +144,17 @@ def test_without_a_finished_run_it_says_how_to_make_one(tmp_path):
     write_run(tmp_path / "grpo_roc-s0", [{"step": 0, "eval_accuracy": 0.1}], done=False)
     with pytest.raises(runs.RunError, match="no finished run"):
         ablation.final_rows(tmp_path)
+
+
+def test_variants_are_compared_seed_by_seed_under_their_label():
+    """hard: +0.1 and +0.3, mean 0.2; an arm whose partner is missing is no variant."""
+    found = ablation.variants(frame(
+        grpo_tool_hard={"eval_accuracy": [0.4, 0.5]},
+        grpo_roc_hard={"eval_accuracy": [0.5, 0.8]},
+        grpo_roc_lonely={"eval_accuracy": [0.5, 0.8]},
+        grpo_tool_2g_uniform={"eval_accuracy": [0.5, 0.8]},
+    ))  # fmt: skip
+    accuracy = found[found.metric == "eval_accuracy"]
+    assert list(accuracy.label) == ["hard", "hard"] and set(accuracy.n) == {2}
+    assert list(accuracy.value) == pytest.approx([0.1, 0.3])
+    assert accuracy["mean"].iloc[0] == pytest.approx(0.2)

@@ -94,6 +94,13 @@ def origin_frame():
     return pd.DataFrame(rows, columns=["x", "trained", "tool", "stop", "turns"])
 
 
+def difference_frame():
+    rows = [("hard", METRICS[0], s, v, 0.02, -0.01, 0.05, 2) for s, v in enumerate((0.01, 0.03))]
+    rows += [("hard", METRICS[1], s, -0.1, -0.1, -0.2, 0.0, 2) for s in (0, 1)]
+    columns = ["label", "metric", "run_seed", "value", "mean", "low", "high", "n"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 def draw_all():
     """Every public figure function once, by name."""
     df = runs_frame()
@@ -102,6 +109,7 @@ def draw_all():
         "curve": plots.curve(stats.seed_curve(df, METRICS[0]), metric_label="accuracy"),
         "tool_errors_when_correct": plots.tool_errors_when_correct(errors),
         "ablation": plots.ablation(stats.seed_table(df, METRICS)),
+        "differences": plots.differences(difference_frame()),
         "keep_rates": plots.keep_rates(keep_frame()),
         "selectors": plots.selectors(selector_frame()),
         "reward_by_failed_calls": plots.reward_by_failed_calls(failed_calls_frame()),
