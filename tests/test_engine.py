@@ -486,11 +486,11 @@ def test_a_fault_inside_a_step_reaches_every_caller_and_the_engine_goes_on(net):
     engine, calls = make_engine(net), []
     forward = engine._model.forward
 
-    def failing(*arguments):
+    def failing(*arguments, **settings):
         calls.append(1)
         if len(calls) == 6:
             raise MemoryError("out of memory")
-        return forward(*arguments)
+        return forward(*arguments, **settings)
 
     engine._model.forward = failing
 

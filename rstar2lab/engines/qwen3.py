@@ -7,6 +7,7 @@ transformers' own. Rows are sequences; row r of the cache holds its keys and val
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -42,12 +43,39 @@ class Shape:
 class _Layer:
     norm: Tensor
     qkv: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
+    qk_norm: Tensor  # [heads + kv_heads, head_width]; the queries' part holds their scale too
     out: Tensor
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where K new tokens belong: tokens of one row follow each other, rows are `rows`, in order.
+
+    mask_R1SL: 0 where new token S of a row may look at its stored token L, else -inf.
+    """
+
+    row_K: Tensor
+    step_K: Tensor  # which of its row's new tokens
+    position_K: Tensor
+    rows: slice
+    mask_R1SL: Tensor
+
+    @classmethod
+    def of(cls, first_row: int, starts_R: np.ndarray, counts_R: np.ndarray, device) -> "Places":
+        """Row first_row + r gets counts_R[r] tokens, from position starts_R[r] on."""
+        row_K = np.repeat(np.arange(len(counts_R)), counts_R)
+        step_K = np.arange(len(row_K)) - (np.cumsum(counts_R) - counts_R)[row_K]
+        position_K = starts_R[row_K] + step_K
+        last_RS = np.zeros((len(counts_R), int(counts_R.max())), np.int64)  # padding sees token 0
+        last_RS[row_K, step_K] = position_K
+        reach_L, last_RS = torch.arange(int(position_K.max()) + 1), torch.from_numpy(last_RS)
+        mask_RSL = torch.zeros(1).where(reach_L <= last_RS[..., None], float("-inf"))
+        tensors = (torch.from_numpy(x).to(device) for x in (row_K + first_row, step_K, position_K))
+        rows = slice(first_row, first_row + len(counts_R))
+        return cls(*tensors, rows, mask_RSL[:, None].to(device))
 
 
 class KvCache:
@@ -102,8 +130,7 @@ class Qwen3:
                 _Layer(
                     norm=get(f"{at}.input_layernorm.weight").clone(),
                     qkv=fused(f"{at}.self_attn", "q k v"),
-                    q_norm=get(f"{at}.self_attn.q_norm.weight").clone(),
-                    k_norm=get(f"{at}.self_attn.k_norm.weight").clone(),
+                    qk_norm=self._qk_norm(*(get(f"{at}.self_attn.{x}_norm.weight") for x in "qk")),
                     out=get(f"{at}.self_attn.o_proj.weight").clone(),
                     mlp_norm=get(f"{at}.post_attention_layernorm.weight").clone(),
                     gate_up=fused(f"{at}.mlp", "gate up"),
@@ -114,67 +141,69 @@ class Qwen3:
         self.embedding = get("model.embed_tokens.weight").clone()
         self.head = get("lm_head.weight").clone() if "lm_head.weight" in tensors else self.embedding
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-        return x * cos + turned * sin
+    def _qk_norm(self, q_D: Tensor, k_D: Tensor) -> Tensor:
+        shape = self.shape
+        scaled_D = q_D * shape.head_width**-0.5
+        return torch.cat((scaled_D.expand(shape.heads, -1), k_D.expand(shape.kv_heads, -1)))
 
     def forward(
-        self,
-        ids_RS: Tensor,
-        positions_RS: Tensor,
-        valid_RS: Tensor | None,
-        cache: KvCache,
-        first_row: int,
-    ) -> Tensor:
-        """Hidden states `[R, S, width]` of rows `first_row …`; their keys and values are stored.
+        self, ids_K: Tensor, places: Places, cache: KvCache, *, store_only: bool = False
+    ) -> Tensor | None:
+        """Hidden states `[K, width]` of K new tokens; their keys and values are stored.
 
-        Padded tokens (`valid_RS` False) leave no trace in the cache.
+        `store_only` stops there: what the last layer does after that reaches no other token.
         """
-        rows, steps = ids_RS.shape
-        window = slice(first_row, first_row + rows)
-        length = int(positions_RS.max()) + 1
-        reach = torch.arange(length, device=ids_RS.device)
-        mask = torch.zeros(
-            (rows, 1, steps, length), dtype=self.embedding.dtype, device=ids_RS.device
-        )
-        mask.masked_fill_(reach > positions_RS[:, None, :, None], float("-inf"))
-        cos, sin = self._cos[positions_RS][:, None], self._sin[positions_RS][:, None]
-        if valid_RS is None:
-            index = (torch.arange(rows, device=ids_RS.device)[:, None], positions_RS)
-        else:
-            row, step = valid_RS.nonzero(as_tuple=True)
-            index = (row, positions_RS[row, step])
-        hidden = self.embedding[ids_RS]
+        rotation = [table[places.position_K][:, None] for table in (self._cos, self._sin)]
+        hidden_KW = self.embedding[ids_K]
         for layer, (keys, values) in zip(self.layers, cache.layers, strict=True):
-            hidden = self._layer(
-                layer, hidden, (cos, sin), mask, keys[window], values[window], index, valid_RS
-            )
-        return rms_norm(hidden, (self.shape.width,), self.norm, self.shape.norm_eps)
+            q_KHD = self._project(layer, hidden_KW, rotation, places, keys, values)
+            if store_only and layer is self.layers[-1]:
+                return None
+            mixed_KHD = self._attend(q_KHD, keys[places.rows], values[places.rows], places)
+            hidden_KW = self._combine(layer, hidden_KW, mixed_KHD)
+        return self._norm(hidden_KW, self.norm)
 
-    def _layer(self, layer, hidden, rotation, mask, keys, values, index, valid_RS):
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.shape.norm_eps)
+
+    def _project(self, layer, hidden_KW, rotation, places, keys, values) -> Tensor:
+        """Store the tokens' keys and values; return their queries `[K, heads, head_width]`."""
+        heads, kv_heads, width = self.shape.heads, self.shape.kv_heads, self.shape.head_width
+        qkv = linear(self._norm(hidden_KW, layer.norm), layer.qkv).unflatten(-1, (-1, width))
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        qk = self._norm(qk, None) * layer.qk_norm
+        q, k = _rotate(qk, *rotation).split((heads, kv_heads), dim=1)
+        keys[places.row_K, :, places.position_K] = k
+        values[places.row_K, :, places.position_K] = v
+        return q
+
+    def _combine(self, layer, hidden_KW: Tensor, mixed_KHD: Tensor) -> Tensor:
+        hidden_KW = hidden_KW + linear(mixed_KHD.flatten(1), layer.out)
+        gate, up = linear(self._norm(hidden_KW, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        return hidden_KW + linear(silu(gate) * up, layer.down)
+
+    def _attend(self, q_KHD: Tensor, keys: Tensor, values: Tensor, places: Places) -> Tensor:
+        """Attention output `[K, heads, head_width]`; only here tokens are padded to rows."""
         shape = self.shape
-        rows, steps, _ = hidden.shape
-        groups = shape.heads // shape.kv_heads
-        x = rms_norm(hidden, (shape.width,), layer.norm, shape.norm_eps)
-        qkv = linear(x, layer.qkv).view(rows, steps, -1, shape.head_width)
-        q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
-        q = rms_norm(q, (shape.head_width,), layer.q_norm, shape.norm_eps).transpose(1, 2)
-        k = rms_norm(k, (shape.head_width,), layer.k_norm, shape.norm_eps).transpose(1, 2)
-        q, k = self._rotate(q, *rotation), self._rotate(k, *rotation).transpose(1, 2)
-        stored = (k, v) if valid_RS is None else (k[valid_RS], v[valid_RS])
-        keys[index[0], :, index[1]] = stored[0]
-        values[index[0], :, index[1]] = stored[1]
-        length = mask.shape[-1]
-        q = q.reshape(rows, shape.kv_heads, groups * steps, shape.head_width)
-        scores = (q * shape.head_width**-0.5) @ keys[:, :, :length].transpose(-1, -2)
-        scores = scores + mask.repeat(1, 1, groups, 1)
-        mixed = scores.softmax(-1) @ values[:, :, :length]
-        mixed = mixed.view(rows, shape.heads, steps, shape.head_width).transpose(1, 2)
-        hidden = hidden + linear(mixed.reshape(rows, steps, -1), layer.out)
-        x = rms_norm(hidden, (shape.width,), layer.mlp_norm, shape.norm_eps)
-        gate, up = linear(x, layer.gate_up).chunk(2, -1)
-        return hidden + linear(silu(gate) * up, layer.down)
+        rows, _, steps, length = places.mask_R1SL.shape
+        if steps == 1:
+            q_RSHD = q_KHD[:, None]
+        else:
+            q_RSHD = q_KHD.new_zeros(rows, steps, *q_KHD.shape[1:])
+            q_RSHD[places.row_K - places.rows.start, places.step_K] = q_KHD
+        q = q_RSHD.transpose(1, 2).reshape(rows, shape.kv_heads, -1, shape.head_width)
+        scores = q @ keys[:, :, :length].transpose(-1, -2)
+        scores = scores.view(rows, shape.heads, steps, length) + places.mask_R1SL
+        weights = scores.softmax(-1).view(rows, shape.kv_heads, -1, length)
+        mixed = (weights @ values[:, :, :length]).view(rows, shape.heads, steps, -1)
+        if steps == 1:
+            return mixed[:, :, 0]
+        return mixed[places.row_K - places.rows.start, :, places.step_K]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import Completion, EngineError, EngineLoad, KvCapacity, Result, Sampling
-from .qwen3 import KvCache, Qwen3, Shape
+from .qwen3 import KvCache, Places, Qwen3, Shape
 
 _SETTLE_ROUNDS = 6  # event-loop rounds in which a client reacts to a completion with its next call
 
@@ -87,7 +87,7 @@ def sampling_logprobs(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor)
 
 def draw(logprobs_BV: Tensor, uniforms_B: np.ndarray) -> Tensor:
     """Invert the cumulative distribution; never returns a token of probability 0."""
-    cumulative = logprobs_BV.double().exp().cumsum(-1)
+    cumulative = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     target = torch.from_numpy(uniforms_B).to(cumulative.device) * cumulative[:, -1]
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp_max(
         logprobs_BV.shape[-1] - 1
@@ -339,23 +339,18 @@ class TorchEngine:
     def _prefill(self, first: int, starts_R: np.ndarray) -> None:
         """Store keys and values of all but the last token of the new rows."""
         counts_R = self._lengths[first : first + len(starts_R)] - 1 - starts_R
-        widest = int(counts_R.max())
-        if widest < 1:
+        if counts_R.max() < 1:
             return
-        offsets_RS = np.arange(widest)[None]
-        valid_RS = offsets_RS < counts_R[:, None]
-        positions_RS = starts_R[:, None] + np.minimum(
-            offsets_RS, np.maximum(counts_R[:, None] - 1, 0)
-        )
-        rows = np.arange(first, first + len(starts_R))[:, None]
-        ids_RS = self._tokens[rows, positions_RS].astype(np.int64)
-        self._model.forward(
-            torch.from_numpy(ids_RS).to(self._device),
-            torch.from_numpy(positions_RS).to(self._device),
-            torch.from_numpy(valid_RS).to(self._device),
-            self._cache,
-            first,
-        )
+        ids_K = np.concatenate([
+            self._tokens[first + r, start : start + count]
+            for r, (start, count) in enumerate(zip(starts_R, counts_R, strict=True))
+        ])  # fmt: skip
+        self._forward(ids_K, first, starts_R, counts_R, store_only=True)
+
+    def _forward(self, ids_K: np.ndarray, first, starts_R, counts_R, store_only=False) -> Tensor:
+        places = Places.of(first, starts_R, counts_R, self._device)
+        ids_K = torch.from_numpy(ids_K.astype(np.int64)).to(self._device)
+        return self._model.forward(ids_K, places, self._cache, store_only=store_only)
 
     @torch.inference_mode()
     def _decode(self) -> None:
@@ -364,12 +359,10 @@ class TorchEngine:
             self._preempt_newest()
         count = len(self._running)
         rows, lengths = np.arange(count), self._lengths[:count].copy()
-        last = torch.from_numpy(self._tokens[rows, lengths - 1].astype(np.int64))[:, None]
-        positions = torch.from_numpy(lengths - 1)[:, None]
-        hidden = self._model.forward(
-            last.to(self._device), positions.to(self._device), None, self._cache, 0
+        hidden_BW = self._forward(
+            self._tokens[rows, lengths - 1], 0, lengths - 1, np.ones(count, np.int64)
         )
-        logits_BV = self._model.logits(hidden[:, 0]).float()
+        logits_BV = self._model.logits(hidden_BW).float()
         temperatures_B, top_ps_B = (
             torch.from_numpy(values[:count]).to(self._device)
             for values in (self._temperatures, self._top_ps)
@@ -381,8 +374,8 @@ class TorchEngine:
             full_BV = logprobs_BV  # before top-p: the entropy is that of the whole vocabulary
             if bool((top_ps_B < 1).any()):
                 full_BV = sampling_logprobs(logits_BV, temperatures_B, torch.ones_like(top_ps_B))
-            finite_BV = torch.where(torch.isinf(full_BV), 0.0, full_BV)
-            self._entropies[rows, lengths] = -(full_BV.exp() * finite_BV).sum(-1).cpu().numpy()
+            entropies_B = torch.special.entr(full_BV.exp()).sum(-1)
+            self._entropies[rows, lengths] = entropies_B.cpu().numpy()
         sampled = sampled.cpu().numpy()
         self._tokens[rows, lengths] = sampled
         self._logprobs[rows, lengths] = chosen.cpu().numpy()
@@ -390,13 +383,12 @@ class TorchEngine:
         self._finish_rows(sampled)
 
     def _finish_rows(self, sampled_B: np.ndarray) -> None:
-        stop_ids = {i for request in self._running for i in request.sampling.stop_ids}
-        count = len(sampled_B)
-        ended = np.isin(sampled_B, list(stop_ids)) | (self._lengths[:count] >= self._limits[:count])
-        for row in np.flatnonzero(ended)[::-1]:
+        """Answer what has ended, from the last row up: a row that moves has been looked at."""
+        spent_B = self._lengths[: len(sampled_B)] >= self._limits[: len(sampled_B)]
+        for row in reversed(range(len(sampled_B))):
             stopped = int(sampled_B[row]) in self._running[row].sampling.stop_ids
-            if stopped or self._lengths[row] >= self._limits[row]:
-                self._finish_row(int(row), "stop" if stopped else "length")
+            if stopped or spent_B[row]:
+                self._finish_row(row, "stop" if stopped else "length")
 
     def _finish_row(self, row: int, finish) -> None:
         """Answer the request and keep its prefix for the next turn."""
