@@ -9,6 +9,7 @@ Only generation is timed. A first pass runs the programs in the sandbox and reco
 timed passes answer from the record, in the same process. Each engine draws from its own fixed
 seeds, so all its passes sample the same tokens. The engines take turns, A B C A B C, so that a busy
 machine hurts all. Tokens per second counts sampled tokens; per CPU second is the steadier number.
+One more pass of each is profiled: the seconds that its matrix products take are its floor.
 
     python experiments/benchmarks/generation.py --model experiments/results/cold_start/*/model
 """
@@ -18,7 +19,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -181,8 +182,21 @@ def play(engine, problems: list[Problem], actors: dict, limits) -> tuple[list[Tr
     }  # fmt: skip
 
 
-def measure(path: Path, rollouts: int, repeats: int) -> dict[str, list[dict]]:
-    """The timed passes of each engine, in the order in which they ran."""
+def product_seconds(run: Callable[[], object]) -> float:
+    """CPU seconds that `run` spends in matrix products, attention's included."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    return sum(
+        event.self_cpu_time_total
+        for event in profiled.key_averages()
+        if event.key in ("aten::mm", "aten::addmm", "aten::bmm") or "attention" in event.key
+    ) / 1e6
+
+
+def measure(path: Path, rollouts: int, repeats: int) -> tuple[dict[str, list[dict]], dict]:
+    """The timed passes of each engine, in the order in which they ran, and its product seconds."""
     settings = config.load(ROOT / "experiments/configs/nano.toml", "grpo_roc")
     net, tokens = model.load(path).eval(), FileTokenizer(path / "tokenizer.json")
     chat = protocol.chat_format("nano", tools=True, response_chars=settings.chat.response_chars)
@@ -202,7 +216,11 @@ def measure(path: Path, rollouts: int, repeats: int) -> dict[str, list[dict]]:
                 for a, b in zip(found, first[name], strict=True):
                     assert a.response_ids.tolist() == b.response_ids.tolist(), "not the same pass"
                 passes.setdefault(name, []).append(row)
-    return passes
+        floors = {
+            name: product_seconds(lambda: play(make(), problems, actors, limits))  # noqa: B023
+            for name, make in made.items()
+        }
+    return passes, floors
 
 
 def summary(passes: list[dict]) -> dict:
@@ -232,12 +250,14 @@ def ratios(passes: dict[str, list[dict]], key: str) -> dict[str, dict]:
 
 def table(cases: dict[str, dict], found: dict[str, dict]) -> str:
     heads = f"{'engine':24}{'tokens':>8}"
-    lines = [heads + f"{'tokens/s':>10}{'range':>16}{'per CPU s':>11}{'range':>16}"]
+    heads += f"{'tokens/s':>10}{'range':>16}{'per CPU s':>11}{'range':>16}"
+    lines = [heads + f"{'CPU s':>8}{'products':>10}"]
     for name, row in cases.items():
         line = f"{name:24}{row['tokens']:8,}"
         for key, width in (("tokens_per_second", 10), ("tokens_per_cpu_second", 11)):
             low, high = row[key]["range"]
             line += f"{row[key]['median']:{width},.0f}{f'{low:,.0f}–{high:,.0f}':>16}"
+        line += f"{row['cpu_seconds']['median']:8.2f}{row['product_cpu_seconds']:10.2f}"
         lines.append(line)
     for key, others in found.items():
         for name, row in others.items():
@@ -247,25 +267,39 @@ def table(cases: dict[str, dict], found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def case(path: Path, rollouts: int, repeats: int, threads: int) -> dict:
+    """All engines with so many threads."""
+    torch.set_num_threads(threads)
+    passes, floors = measure(path, rollouts, repeats)
+    load = max(row["load"] for rows in passes.values() for row in rows)
+    return {
+        "highest_load": round(load, 2),
+        "cases": {
+            name: summary(rows) | {"product_cpu_seconds": round(floors[name], 3)}
+            for name, rows in passes.items()
+        },
+        "ratio": {
+            key: ratios(passes, key) for key in ("tokens_per_second", "tokens_per_cpu_second")
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a nano checkpoint folder")
     parser.add_argument("--rollouts", type=int, default=128, help="concurrent, one per problem")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    passes = measure(chosen.model, chosen.rollouts, chosen.repeats)
-    cases = {name: summary(rows) for name, rows in passes.items()}
-    keys = ("tokens_per_second", "tokens_per_cpu_second")
-    over = {key: ratios(passes, key) for key in keys}
-    load = max(row["load"] for rows in passes.values() for row in rows)
-    print(table(cases, over))
+    cases = {}
+    for threads in chosen.threads:
+        cases[threads] = case(chosen.model, chosen.rollouts, chosen.repeats, threads)
+        print(f"{threads} threads, load {cases[threads]['highest_load']}")
+        print(table(cases[threads]["cases"], cases[threads]["ratio"]))
     command = f"python experiments/benchmarks/generation.py --rollouts {chosen.rollouts}"
     found = {
-        "rollouts": chosen.rollouts, "repeats": chosen.repeats, "threads": 1,
-        "highest_load": round(load, 2), "machine_was_busy": load > 1.5,
-        "cases": cases, "ratio": over,
+        "rollouts": chosen.rollouts, "repeats": chosen.repeats, "threads": cases,
         "provenance": runs.provenance(command, "nano 0.4M, cold start"),
     }  # fmt: skip
     runs.write_atomic(chosen.out, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
