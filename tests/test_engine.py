@@ -484,15 +484,15 @@ def test_a_cancelled_batch_leaves_an_engine_that_works_in_the_next_loop(net):
 
 def test_a_fault_inside_a_step_reaches_every_caller_and_the_engine_goes_on(net):
     engine, calls = make_engine(net), []
-    forward = engine._model.forward
+    logits = engine._model.logits
 
-    def failing(*arguments, **settings):
+    def failing(*arguments):
         calls.append(1)
         if len(calls) == 6:
             raise MemoryError("out of memory")
-        return forward(*arguments, **settings)
+        return logits(*arguments)
 
-    engine._model.forward = failing
+    engine._model.logits = failing
 
     async def main():
         async def tool():

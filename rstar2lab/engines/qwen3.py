@@ -1,16 +1,17 @@
-"""Qwen3's forward pass over a static KV cache: what the torch engine needs, and no more.
+"""Qwen3's forward pass over a static KV cache: the torch engine's fast path.
 
 Weights are copied from a state dict with Hugging Face names; a test holds the result equal to
-transformers' own. Rows are sequences; row r of the cache holds its keys and values.
+transformers' own. Other models, and Qwen3 with other settings than ours, take `causal`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
+
+from .kv import KvCache, Places
 
 
 @dataclass(frozen=True)
@@ -50,69 +51,31 @@ class _Layer:
     down: Tensor
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where K new tokens belong: tokens of one row follow each other, rows are `rows`, in order.
-
-    mask_R1SL: 0 where new token S of a row may look at its stored token L, else -inf.
-    """
-
-    row_K: Tensor
-    step_K: Tensor  # which of its row's new tokens
-    position_K: Tensor
-    rows: slice
-    mask_R1SL: Tensor
-
-    @classmethod
-    def of(cls, first_row: int, starts_R: np.ndarray, counts_R: np.ndarray, device) -> "Places":
-        """Row first_row + r gets counts_R[r] tokens, from position starts_R[r] on."""
-        row_K = np.repeat(np.arange(len(counts_R)), counts_R)
-        step_K = np.arange(len(row_K)) - (np.cumsum(counts_R) - counts_R)[row_K]
-        position_K = starts_R[row_K] + step_K
-        last_RS = np.zeros((len(counts_R), int(counts_R.max())), np.int64)  # padding sees token 0
-        last_RS[row_K, step_K] = position_K
-        reach_L, last_RS = torch.arange(int(position_K.max()) + 1), torch.from_numpy(last_RS)
-        mask_RSL = torch.zeros(1).where(reach_L <= last_RS[..., None], float("-inf"))
-        tensors = (torch.from_numpy(x).to(device) for x in (row_K + first_row, step_K, position_K))
-        rows = slice(first_row, first_row + len(counts_R))
-        return cls(*tensors, rows, mask_RSL[:, None].to(device))
-
-
-class KvCache:
-    """Keys and values, `[layers, 2]` tensors of shape `[rows, kv_heads, tokens, head_width]`."""
-
-    def __init__(self, shape: Shape, rows: int, max_tokens: int, device="cpu", dtype=torch.float32):
-        size = (rows, shape.kv_heads, max_tokens, shape.head_width)
-        self.layers = [
-            tuple(torch.zeros(size, device=device, dtype=dtype) for _ in range(2))
-            for _ in range(shape.layers)
-        ]
-
-    def read(self, row: int, length: int) -> list[Tensor]:
-        """A copy of one row's first `length` tokens."""
-        return [half[row, :, :length].clone() for layer in self.layers for half in layer]
-
-    def write(self, row: int, saved: list[Tensor], length: int) -> None:
-        halves = (half for layer in self.layers for half in layer)
-        for half, tensor in zip(halves, saved, strict=True):
-            half[row, :, :length] = tensor[:, :length]
-
-    def move(self, source: int, target: int, length: int) -> None:
-        for layer in self.layers:
-            for half in layer:
-                half[target, :, :length] = half[source, :, :length]
-
-
 class Qwen3:
     """The model's arithmetic. `load` may be called again with new weights of the same shape."""
 
-    def __init__(self, shape: Shape, tensors: Mapping[str, Tensor], max_tokens: int):
-        self.shape = shape
+    def __init__(self, config, tensors: Mapping[str, Tensor], rows: int, max_tokens: int):
+        self.shape = shape = Shape.of(config)
         self.load(tensors)
+        size = (rows, shape.kv_heads, max_tokens, shape.head_width)
+        self.cache = KvCache([
+            (self.embedding.new_zeros(size), self.embedding.new_zeros(size)) for _ in self.layers
+        ])  # fmt: skip
         exponents = torch.arange(0, shape.head_width, 2).float() / shape.head_width
         angles = torch.outer(torch.arange(max_tokens).float(), shape.rope_base**-exponents)
         angles = torch.cat((angles, angles), -1).to(self.embedding.device)
         self._cos, self._sin = angles.cos(), angles.sin()
+
+    @staticmethod
+    def fits(config) -> bool:
+        """Whether this arithmetic is the configuration's: plain RoPE, no bias, no window."""
+        return (
+            config.model_type == "qwen3"
+            and config.rope_parameters.get("rope_type", "default") == "default"
+            and config.hidden_act == "silu"
+            and not config.attention_bias
+            and not getattr(config, "sliding_window", None)
+        )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the weights, with the projections that read one input fused."""
@@ -146,28 +109,31 @@ class Qwen3:
         scaled_D = q_D * shape.head_width**-0.5
         return torch.cat((scaled_D.expand(shape.heads, -1), k_D.expand(shape.kv_heads, -1)))
 
-    def forward(
-        self, ids_K: Tensor, places: Places, cache: KvCache, *, store_only: bool = False
-    ) -> Tensor | None:
-        """Hidden states `[K, width]` of K new tokens; their keys and values are stored.
+    def store(self, ids_K: Tensor, places: Places) -> None:
+        """Store keys and values. What the last layer does after that reaches no other token."""
+        self._last_queries(ids_K, places)
 
-        `store_only` stops there: what the last layer does after that reaches no other token.
-        """
+    def logits(self, ids_K: Tensor, places: Places) -> Tensor:
+        """Logits `[K, vocabulary]`; the tokens' keys and values are stored."""
+        hidden_KW, q_KHD = self._last_queries(ids_K, places)
+        hidden_KW = self._rest_of_layer(-1, hidden_KW, q_KHD, places)
+        return linear(self._norm(hidden_KW, self.norm), self.head)
+
+    def _last_queries(self, ids_K: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """All layers up to the last one's attention: hidden states and queries."""
         rotation = [table[places.position_K][:, None] for table in (self._cos, self._sin)]
         hidden_KW = self.embedding[ids_K]
-        for layer, (keys, values) in zip(self.layers, cache.layers, strict=True):
-            q_KHD = self._project(layer, hidden_KW, rotation, places, keys, values)
-            if store_only and layer is self.layers[-1]:
-                return None
-            mixed_KHD = self._attend(q_KHD, keys[places.rows], values[places.rows], places)
-            hidden_KW = self._combine(layer, hidden_KW, mixed_KHD)
-        return self._norm(hidden_KW, self.norm)
+        for number in range(self.shape.layers - 1):
+            q_KHD = self._project(number, hidden_KW, rotation, places)
+            hidden_KW = self._rest_of_layer(number, hidden_KW, q_KHD, places)
+        return hidden_KW, self._project(-1, hidden_KW, rotation, places)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return rms_norm(x, x.shape[-1:], weight, self.shape.norm_eps)
 
-    def _project(self, layer, hidden_KW, rotation, places, keys, values) -> Tensor:
+    def _project(self, number: int, hidden_KW: Tensor, rotation, places: Places) -> Tensor:
         """Store the tokens' keys and values; return their queries `[K, heads, head_width]`."""
+        layer, (keys, values) = self.layers[number], self.cache.layers[number]
         heads, kv_heads, width = self.shape.heads, self.shape.kv_heads, self.shape.head_width
         qkv = linear(self._norm(hidden_KW, layer.norm), layer.qkv).unflatten(-1, (-1, width))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
@@ -177,7 +143,10 @@ class Qwen3:
         values[places.row_K, :, places.position_K] = v
         return q
 
-    def _combine(self, layer, hidden_KW: Tensor, mixed_KHD: Tensor) -> Tensor:
+    def _rest_of_layer(self, number: int, hidden_KW, q_KHD, places: Places) -> Tensor:
+        layer = self.layers[number]
+        keys, values = (half[places.rows] for half in self.cache.layers[number])
+        mixed_KHD = self._attend(q_KHD, keys, values, places)
         hidden_KW = hidden_KW + linear(mixed_KHD.flatten(1), layer.out)
         gate, up = linear(self._norm(hidden_KW, layer.mlp_norm), layer.gate_up).chunk(2, -1)
         return hidden_KW + linear(silu(gate) * up, layer.down)
@@ -199,9 +168,6 @@ class Qwen3:
         if steps == 1:
             return mixed[:, :, 0]
         return mixed[places.row_K - places.rows.start, :, places.step_K]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.head)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

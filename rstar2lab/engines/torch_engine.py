@@ -1,4 +1,4 @@
-"""Continuous batching for Qwen3 in plain torch, on a CPU or one GPU.
+"""Continuous batching in plain torch, on a CPU or one GPU.
 
 Requests join and leave between decoding steps. Rows stay packed, so a step costs what its running
 rows cost. KV capacity is counted in blocks; when it is full, saved prefixes go first, then the
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from . import Completion, EngineError, EngineLoad, KvCapacity, Result, Sampling
-from .qwen3 import KvCache, Places, Qwen3, Shape
+from .kv import CachedModel, Places
+from .qwen3 import Qwen3
 
 _SETTLE_ROUNDS = 6  # event-loop rounds in which a client reacts to a completion with its next call
 
@@ -94,8 +95,17 @@ def draw(logprobs_BV: Tensor, uniforms_B: np.ndarray) -> Tensor:
     )
 
 
+def load_model(config, tensors: Mapping[str, Tensor], rows: int, max_tokens: int) -> CachedModel:
+    """Our own Qwen3 where it fits, else the model's own forward pass."""
+    if Qwen3.fits(config):
+        return Qwen3(config, tensors, rows, max_tokens)
+    from .causal import CausalLM
+
+    return CausalLM(config, tensors, rows, max_tokens)
+
+
 class TorchEngine:
-    """The `Engine` protocol over a Qwen3 checkpoint.
+    """The `Engine` protocol over a transformers causal language model.
 
     kv_tokens: KV capacity in tokens; max_tokens: longest sequence; max_sequences: rows of a step;
     tool_steps: decoding steps after which a tool's result is delivered.
@@ -113,9 +123,9 @@ class TorchEngine:
         block: int = 16,
         device="cpu",
     ):
-        shape = Shape.of(config)
-        self._model = Qwen3(shape, {k: v.to(device) for k, v in tensors.items()}, max_tokens)
-        self._cache = KvCache(shape, max_sequences, max_tokens, device)
+        tensors = {k: v.to(device) for k, v in tensors.items()}
+        self._model = load_model(config, tensors, max_sequences, max_tokens)
+        self._cache = self._model.cache
         self._capacity, self._total_blocks = KvCapacity(kv_tokens, block), kv_tokens // block
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._tool_steps, self._device = tool_steps, device
@@ -345,12 +355,11 @@ class TorchEngine:
             self._tokens[first + r, start : start + count]
             for r, (start, count) in enumerate(zip(starts_R, counts_R, strict=True))
         ])  # fmt: skip
-        self._forward(ids_K, first, starts_R, counts_R, store_only=True)
+        self._model.store(*self._inputs(ids_K, first, starts_R, counts_R))
 
-    def _forward(self, ids_K: np.ndarray, first, starts_R, counts_R, store_only=False) -> Tensor:
+    def _inputs(self, ids_K: np.ndarray, first, starts_R, counts_R) -> tuple[Tensor, Places]:
         places = Places.of(first, starts_R, counts_R, self._device)
-        ids_K = torch.from_numpy(ids_K.astype(np.int64)).to(self._device)
-        return self._model.forward(ids_K, places, self._cache, store_only=store_only)
+        return torch.from_numpy(ids_K.astype(np.int64)).to(self._device), places
 
     @torch.inference_mode()
     def _decode(self) -> None:
@@ -359,10 +368,8 @@ class TorchEngine:
             self._preempt_newest()
         count = len(self._running)
         rows, lengths = np.arange(count), self._lengths[:count].copy()
-        hidden_BW = self._forward(
-            self._tokens[rows, lengths - 1], 0, lengths - 1, np.ones(count, np.int64)
-        )
-        logits_BV = self._model.logits(hidden_BW).float()
+        last_B, one_each = self._tokens[rows, lengths - 1], np.ones(count, np.int64)
+        logits_BV = self._model.logits(*self._inputs(last_B, 0, lengths - 1, one_each)).float()
         temperatures_B, top_ps_B = (
             torch.from_numpy(values[:count]).to(self._device)
             for values in (self._temperatures, self._top_ps)
