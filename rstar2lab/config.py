@@ -46,6 +46,7 @@ class Model(_Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the learner's passes; weights and optimizer stay float32"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if any")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass"
     )

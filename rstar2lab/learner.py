@@ -162,13 +162,13 @@ def _statistics(
 ) -> tuple[Tensor, ...]:
     is_half = dtype != torch.float32
     with torch.autocast(batch.ids_BT.device.type, dtype if is_half else None, enabled=is_half):
-        hidden = model.model(
+        hidden = model.base_model(
             input_ids=batch.ids_BT, attention_mask=batch.attention_BT, use_cache=False
         ).last_hidden_state
     predicts_BT = batch.mask_BT[:, 1:]
     found = logprobs.token_statistics(
         hidden[:, :-1][predicts_BT].to(dtype) if is_half else hidden[:, :-1][predicts_BT],
-        model.lm_head.weight,
+        model.get_output_embeddings().weight,
         batch.ids_BT[:, 1:][predicts_BT],
         temperature=temperature,
         entropies=entropies,
@@ -178,9 +178,29 @@ def _statistics(
     return tuple(zeros_BT.masked_scatter(positions, x.float()) for x in found if x is not None)
 
 
+@torch.no_grad()
+def check_head(model) -> None:
+    """The log-probs here are those of a plain output layer: hidden states times one matrix.
+
+    Raises:
+        ConfigError: the model scales, caps or shifts its logits after that.
+    """
+    ids = torch.arange(4, device=next(model.parameters()).device)[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    plain = hidden @ model.get_output_embeddings().weight.T
+    logits = model(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(plain, logits, rtol=1e-4, atol=1e-5, equal_nan=True):
+        raise cfg.ConfigError(
+            f"{type(model).__name__} does more than one matrix product after its hidden states "
+            "(a cap, a scale or a bias on the logits), which the learner does not compute; choose "
+            "another model"
+        )
+
+
 class LocalLearner:
     """One model and one AdamW on this machine; `max_tokens`: the longest response (Dr. GRPO).
 
+    Any causal language model of transformers with a plain output layer (`check_head`).
     With a KL term the reference is a copy of the model as it is given, before any state is loaded.
     """
 
@@ -194,7 +214,11 @@ class LocalLearner:
         precision: Precision = Precision(),
         max_tokens: int = 0,
     ):
-        self.model = model.train()
+        check_head(model)
+        self.model = model.train(precision.gradient_checkpointing)  # it needs training mode
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # the engine samples without, and the ratio must start at 1
         self._settings, self._loss, self._temperature = optimizer, loss, temperature
         self._rule, self._max_tokens = grpo.rule_of(loss), max_tokens
         self._dtype = precision.dtype

@@ -37,7 +37,7 @@ def cold_start_config(config: cfg.Config) -> str:
     """All that decides the cold-started weights, as canonical JSON."""
     return json.dumps(
         {
-            "model": config.model.model_dump(exclude={"dtype", "gradient_checkpointing"}),
+            "model": config.model.model_dump(exclude={"dtype", "device", "gradient_checkpointing"}),
             "cold_start": config.cold_start.model_dump(),
             "chat": {"response_chars": config.chat.response_chars, "style": config.chat.style},
         },

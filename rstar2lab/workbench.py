@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from . import config as cfg
 from . import evaluate, protocol, templates
@@ -26,7 +27,7 @@ class Workbench:
     def __init__(self, config: cfg.Config, model_path: str | Path, tick: Tick | None = None):
         self.config = config
         self._tick = tick or (lambda part, done, total: None)
-        self.net = model.load(model_path)
+        self.net = model.load(model_path).to(_device(config.model.device))
         self.sandbox = _sandbox(config.sandbox) if config.chat.tools else None
         engine = TorchEngine(
             self.net.config,
@@ -34,6 +35,7 @@ class Workbench:
             kv_tokens=config.engine.kv_tokens,
             max_tokens=config.model.max_tokens,
             tool_steps=config.engine.tool_steps,
+            device=self.net.device,
         )
         chat = _chat(config.chat, model_path)
         tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json", chat.frame.stop_token)
@@ -110,6 +112,14 @@ def _chat(settings: cfg.Chat, model_path: str | Path) -> protocol.ChatFormat:
     if settings.style == "template":
         return templates.chat_format(templates.load(model_path), **named)
     return protocol.chat_format(settings.style, **named)
+
+
+def _device(chosen: str) -> str:
+    """Raises: ConfigError: a GPU is asked for by name, and there is none."""
+    has_gpu = torch.cuda.is_available()
+    if chosen == "cuda" and not has_gpu:
+        raise cfg.ConfigError("model.device='cuda', but torch finds no GPU; use 'auto' or 'cpu'")
+    return "cuda" if has_gpu and chosen != "cpu" else "cpu"
 
 
 def _sandbox(settings: cfg.SandboxLimits) -> Sandbox:

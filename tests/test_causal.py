@@ -8,10 +8,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from rstar2lab import config as cfg
 from rstar2lab.engines import EngineError, Sampling
 from rstar2lab.engines.causal import CausalLM
 from rstar2lab.engines.qwen3 import Qwen3
 from rstar2lab.engines.torch_engine import TorchEngine
+from rstar2lab.learner import LocalLearner, Sample
+from rstar2lab.types import StopReason, Trajectory
 
 VOCABULARY, MAX_TOKENS = 40, 96
 SIZE = {
@@ -152,6 +155,39 @@ def test_weights_of_another_model_are_refused():
     tensors["model.layers.9.extra"] = torch.zeros(1)
     with pytest.raises(EngineError, match=r"unexpected \['model.layers.9.extra'\]"):
         TorchEngine(net.config, tensors, kv_tokens=512, max_tokens=64, max_sequences=2)
+
+
+def samples_of(engine) -> list[Sample]:
+    """The last turn of each trajectory as a sample: prompt, tools and turns before it unmasked."""
+    found = []
+    for number, turns in enumerate(play(engine)):
+        tokens, last = turns[-1]
+        found.append(Sample(Trajectory(
+            f"p{number}", 0, np.asarray(tokens, np.int32), last.token_ids,
+            np.ones(len(last.token_ids), bool), last.logprobs, last.entropies, (),
+            StopReason.ANSWERED,
+        ), advantage=(-1.0) ** number))  # fmt: skip
+    return found
+
+
+def test_the_learner_updates_what_the_engine_sampled(net):
+    """Its log-probs before the update are the engine's; a capped output layer is refused."""
+    learn = net.train()
+    make = lambda: LocalLearner(  # noqa: E731
+        learn, cfg.Optimizer(lr=1e-3), cfg.Loss(minibatches=1), temperature=1.0
+    )
+    if getattr(net.config, "final_logit_softcapping", None):
+        with pytest.raises(cfg.ConfigError, match="Gemma2ForCausalLM does more than one matrix"):
+            make()
+        return
+    engine = make_engine(net.eval())
+    samples = [s for s in samples_of(engine) if s.trajectory.problem_id in ("p0", "p3")]
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    stats = make().update(samples, np.random.default_rng(0))
+    assert stats.parity < 1e-4
+    assert stats.trained_tokens == sum(s.num_trained_tokens for s in samples)
+    assert any(not torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    net.load_state_dict(before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

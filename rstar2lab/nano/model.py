@@ -38,18 +38,18 @@ def build(settings: cfg.Model, vocabulary_size: int, seed: int):
 
 
 def load(path: str | Path):
-    """A Qwen3 checkpoint folder in float32.
+    """A checkpoint folder of any causal language model in float32.
 
     Raises:
         ConfigError: there is no checkpoint; a mistyped path never becomes a download.
     """
     if not (Path(path) / "config.json").is_file():
         raise cfg.ConfigError(f"no checkpoint at {path}: expected a folder with config.json")
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def save(net, tokenizer_from: str | Path, path: str | Path) -> None:
