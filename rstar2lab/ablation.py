@@ -37,7 +37,10 @@ def final_rows(path: str | Path) -> pd.DataFrame:
         ]
         frame = frame[np.asarray(done)]
     if not len(frame):
-        raise runs.RunError(f"no finished run below {path}; make some with `rstar2lab reproduce`")
+        raise runs.RunError(
+            f"no finished run below {path}: expected folders <arm>-s<seed> with DONE.json, such as "
+            "those in experiments/results/ablation; make some with `rstar2lab reproduce`"
+        )
     evaluated = frame[frame.eval_accuracy.notna()]
     return evaluated.loc[evaluated.groupby(["arm", "run_seed"]).step.idxmax()].reset_index(
         drop=True

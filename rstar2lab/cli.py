@@ -1,4 +1,10 @@
-"""The command line: reproduce · train · sweep · evaluate · figures · doctor."""
+"""GRPO-RoC in the small: train, compare and look, from the command line.
+
+Start with `rstar2lab doctor`, then `rstar2lab reproduce`. Arms are the files in
+experiments/configs/arms: dapo_no_tool, grpo_tool, grpo_tool_2g_uniform, grpo_roc. Every value of
+the configuration can be set with `--set section.key=value`; the keys are those of
+experiments/configs/nano.toml and rstar2lab/config.py.
+"""
 
 import json
 import os
@@ -66,7 +72,10 @@ def train(
     settings: Settings = (),
     require_isolation: Level | None = None,
 ) -> None:
-    """Train one arm with one seed.
+    """Train one arm with one seed. The cold start that it begins from is made once and kept.
+
+    Example: rstar2lab train grpo_roc --seed 1 --set run.steps=80 --out runs/mine/grpo_roc-s1
+    The cold start lies in cold_start/ beside the folder that holds the run folders: runs/cold_start.
 
     Args:
         arm: a file in arms/ beside the configuration, such as grpo_roc.
@@ -88,11 +97,13 @@ def train(
     trainer.check_run(loaded, runs.RunFolder(folder), resume=resume)
     check_isolation(require_isolation)
     with tqdm(total=loaded.cold_start.steps, desc="cold start", unit="step") as bar:
+        bar.set_postfix_str("making the corpus")
 
         def cold(row: dict) -> None:
             _advance(bar, row["step"], loss=row["loss"])
 
         model_path = trainer.initial_model(loaded, folder.parent.parent / "cold_start", cold)
+    print(f"starts from {model_path}")
     with tqdm(total=loaded.run.steps, desc=f"{arm} seed {seed}", unit="step") as bar:
 
         def report(row: dict) -> None:
@@ -130,6 +141,10 @@ def sweep(
     Finished points are skipped, unfinished ones resume; parameters that the notebook does not
     declare are refused before anything runs.
 
+    Example: rstar2lab sweep --arms grpo_tool grpo_roc --seeds 0 1 2 --set optimizer.lr=5e-4
+             --label lr --out runs/mine
+    The cold start lies in cold_start/ beside the folder of the sweep: runs/cold_start.
+
     Args:
         config: base configuration; its arms are the files in arms/ beside it.
         arms: which of them; all by default.
@@ -158,6 +173,7 @@ def sweep(
     )
     template = template or sweeps.TEMPLATE
     sweeps.check_parameters(template, points[0].notebook_parameters())
+    sweeps.check_configurations(points)
     for point, state in sweeps.status(points):
         print(f"{point.name:32} {state}")
     if not plan:
@@ -178,6 +194,8 @@ def evaluate(
 ) -> None:
     """Evaluate a nano checkpoint on held-out problems; accuracy with an interval over problems.
 
+    Example: rstar2lab evaluate experiments/results/ablation/grpo_roc-s0 --samples 8
+
     Args:
         model: a checkpoint folder, or a finished run folder.
         config: base configuration (problems, chat format, limits); a run folder brings its own.
@@ -192,7 +210,7 @@ def evaluate(
 
     from . import config as cfg
     from . import evaluate as evaluation
-    from . import trainer
+    from . import runs, trainer
 
     chosen = _chosen(settings, {
         "run.seed": seed, "evaluation.samples": samples, "evaluation.temperature": temperature,
@@ -204,6 +222,11 @@ def evaluate(
     else:
         loaded = cfg.load(config or NANO, arm, chosen)
     path = model / "model" if is_run else model
+    if is_run and not (model / "DONE.json").exists():
+        raise runs.RunError(
+            f"{model} is not finished, and the model is written at its end; continue the run with "
+            "the command in its provenance.json (a sweep resumes by itself, `train` with --resume)"
+        )
     if loaded.chat.tools:
         check_isolation(None)
     rows = trainer.evaluate_checkpoint(loaded, path)
@@ -219,6 +242,8 @@ def figures(
     results: Path = Path("experiments/results/ablation"), out: Path = Path("runs/figures")
 ) -> None:
     """Draw the figures of a sweep again from its run folders: PNG, SVG, and the numbers as CSV.
+
+    Example: rstar2lab figures --results experiments/results/ablation --out runs/figures
 
     Args:
         results: folder of a sweep.
@@ -352,10 +377,10 @@ def _known_errors() -> tuple[type[Exception], ...]:
     from .runs import RunError
     from .sandbox.levels import SandboxError
 
-    known: list[type[Exception]] = [
-        ConfigError, MissingExtra, RunError, SandboxError, OSError
-    ]  # fmt: skip
+    known: list[type[Exception]] = [ConfigError, MissingExtra, RunError, SandboxError, OSError]
     for module, name in (
+        ("engines", "EngineError"),
+        ("rewards", "ServiceFailure"),
         ("sweep", "SweepError"),
         ("templates", "TemplateError"),
         ("trainer", "TrainingError"),

@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(_Section):
@@ -260,6 +260,12 @@ class Config(_Section):
             self.selection.keep,
             self.selection.selector,
         )
+        if self.model.heads % self.model.kv_heads or self.model.head_width % 2:
+            raise ValueError(
+                f"model.heads={self.model.heads} must be a multiple of model.kv_heads="
+                f"{self.model.kv_heads}, and model.head_width={self.model.head_width} even (RoPE "
+                "turns pairs)"
+            )
         if keep > n:
             raise ValueError(
                 f"selection.keep={keep} but only rollout.samples_per_prompt={n} are sampled; "

@@ -118,14 +118,14 @@ def engine_gap(seed: int = 0) -> float:
 
 
 def vllm_check(model_path) -> Check:
-    """Load a checkpoint in vLLM and compare log-probs with transformers'.
-
-    Raises:
-        extras.MissingExtra: vLLM is not installed.
-    """
+    """Load a checkpoint in vLLM and compare log-probs with transformers'."""
     from .engines.vllm_parity import logprob_gap
 
-    gap, limit = logprob_gap(model_path), 1e-3
+    limit = 1e-3
+    try:
+        gap = logprob_gap(model_path)
+    except extras.MissingExtra as error:
+        return Check("vllm parity", "FAIL", str(error))
     text = f"vLLM against transformers: max |Δ log-prob| {gap:.1e} nats (limit {limit})"
     return Check("vllm parity", "ok" if gap < limit else "FAIL", text)
 

@@ -42,8 +42,15 @@ def run(
 def run_points(
     points: Sequence[sweep.Point], *, jobs: int, template: Path = sweep.TEMPLATE
 ) -> None:
-    """The cold start, then the points, each under one progress bar."""
-    sweep.check_configurations(points)  # refused before the cold start, not after
+    """The cold start, then the points, each under one progress bar.
+
+    What can be refused is refused before the cold start.
+
+    Raises:
+        sweep.SweepError, runs.RunError: as `sweep.run`.
+    """
+    sweep.check_jobs(jobs)
+    sweep.check_configurations(points)
     waiting = [point for point in points if not point.is_done]
     if waiting:
         make_cold_start(waiting[0])
@@ -66,6 +73,7 @@ def make_cold_start(point: sweep.Point) -> Path:
     """The checkpoint that all points start from."""
     config = point.load_config()
     with tqdm(total=config.cold_start.steps, desc="cold start", unit="step") as bar:
+        bar.set_postfix_str("making the corpus")
 
         def report(row: dict) -> None:
             bar.update(row["step"] - bar.n)
@@ -81,13 +89,12 @@ def run_notebooks(results: Path, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     made = []
     for name in ON_RESULTS:
-        if (NOTEBOOKS / name).exists():
-            papermill.execute_notebook(
-                str(NOTEBOOKS / name),
-                str(out / name),
-                {"results": str(results.resolve())},
-                progress_bar=False,
-                kernel_name="python3",
-            )
-            made.append(out / name)
+        papermill.execute_notebook(
+            str(NOTEBOOKS / name),
+            str(out / name),
+            {"results": str(results.resolve())},
+            progress_bar=False,
+            kernel_name="python3",
+        )
+        made.append(out / name)
     return made

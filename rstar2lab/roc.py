@@ -59,7 +59,7 @@ def format_penalty(num_answers: int, num_turns: int) -> float:
 
     Raises: ValueError if a count is negative or there are answers but no turn.
     """
-    if num_answers < 0 or num_turns < 0 or num_answers > 0 == num_turns:
+    if min(num_answers, num_turns) < 0 or (num_answers and not num_turns):
         raise ValueError(
             f"expected counts >= 0 and a turn for every answer, "
             f"found {num_answers} answers in {num_turns} turns"

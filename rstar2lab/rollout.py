@@ -58,8 +58,7 @@ def trajectory_seed(seed_key: str, problem_id: str, sample: int) -> int:
 class _Tape:
     """The growing response: ids, mask, log-probs and entropies, always of one length."""
 
-    def __init__(self, prompt_ids: list[int]):
-        self.prompt_ids = prompt_ids
+    def __init__(self):
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
@@ -88,7 +87,7 @@ async def rollout(
     """
     request_id = f"{settings.seed_key}/{problem.id}/{sample}"
     prompt_ids = actors.tokenizer.encode(actors.chat.prompt(problem.question))
-    tape, turns, version, reason = _Tape(prompt_ids), [], 0, None
+    tape, turns, version, reason = _Tape(), [], 0, None
     seed = trajectory_seed(settings.seed_key, problem.id, sample)
     stop = None
     try:
@@ -112,13 +111,10 @@ async def rollout(
             version = completion.weight_version
             tape.add_sampled(completion)
             turn, stop = await _finish_turn(completion, len(turns), actors, settings)
-            if stop is None and len(turn.result_token_ids) > settings.max_response_tokens - len(
-                tape.ids
-            ):
-                turn, stop = (
-                    replace(turn, result_token_ids=np.zeros(0, np.int32)),
-                    StopReason.CONTEXT,
-                )
+            left = settings.max_response_tokens - len(tape.ids)
+            if stop is None and len(turn.result_token_ids) > left:
+                turn = replace(turn, result_token_ids=np.zeros(0, np.int32))
+                stop = StopReason.CONTEXT
             turns.append(turn)
             tape.add_tool(turn.result_token_ids.tolist())
     except OSError as failure:  # timeouts and lost connections; anything else is a bug, and raises
@@ -141,7 +137,7 @@ async def rollout(
 
 
 async def _finish_turn(
-    completion: Completion, number: int, actors: Actors, settings: RolloutSettings
+    completion: Completion, turn_index: int, actors: Actors, settings: RolloutSettings
 ) -> tuple[Turn, StopReason | None]:
     """Parse the turn, run its calls, encode their responses. `None` means the rollout goes on."""
     ids = completion.token_ids
@@ -150,13 +146,13 @@ async def _finish_turn(
     turn = Turn(text, ids, completion.logprobs, completion.entropies)
     if not stopped:
         return turn, StopReason.LENGTH
-    prefix = actors.chat.first_prefix if number == 0 else actors.chat.next_prefix
+    prefix = actors.chat.first_prefix if turn_index == 0 else actors.chat.next_prefix
     calls = protocol.parse_turn(prefix + text).calls if actors.sandbox is not None else []
     if not calls:
         return turn, StopReason.ANSWERED
     allowed = calls[: settings.max_calls_per_turn]
     refused = tuple((call, None) for call in calls[settings.max_calls_per_turn :])
-    if number + 1 >= settings.max_turns:
+    if turn_index + 1 >= settings.max_turns:
         return replace(turn, call=calls[0], more_calls=tuple((c, None) for c in calls[1:])), (
             StopReason.MAX_TURNS
         )
@@ -211,7 +207,7 @@ def score(trajectory: Trajectory, problem: Problem, check=None) -> Trajectory:
     """
     if trajectory.stop is StopReason.VOID:
         return replace(trajectory, reward=None, reason=trajectory.reason or "void")
-    if trajectory.stop in (StopReason.LENGTH, StopReason.CONTEXT):
+    if trajectory.is_truncated:
         return replace(trajectory, reward=0.0, reason="truncated")
     written = [turn.text for turn in trajectory.turns]
     verdict = rewards.turns_reward(written, problem.answer, check)

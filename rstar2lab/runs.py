@@ -112,7 +112,7 @@ class RunFolder:
             raise RunError(f"another process is writing {self.path}; stop it, or wait") from None
         self._remove_partials()
         existing = self.path / "config.json"
-        if not existing.exists():
+        if not existing.exists() or self.is_empty:
             write_atomic(
                 self.path / "provenance.json", json.dumps(provenance(command, scale), indent=1)
             )
@@ -120,10 +120,6 @@ class RunFolder:
             return
         try:
             self.check_configuration(config_json)
-        except RunError:
-            self.close()
-            raise
-        try:
             self.check_resumable(resume=resume)
         except RunError:
             self.close()
@@ -139,17 +135,25 @@ class RunFolder:
     def check_configuration(self, config_json: str) -> None:
         """Refuse another configuration than the recorded one, naming what differs.
 
-        A key that did not exist when the folder was written counts as its default.
+        A key that did not exist when the folder was written counts as its default. A folder in
+        which nothing was recorded yet holds no run.
 
         Raises: RunError.
         """
         path = self.path / "config.json"
-        if path.exists() and _with_defaults(path.read_text()) != _with_defaults(config_json):
+        if not path.exists() or self.is_empty:
+            return
+        if _with_defaults(path.read_text()) != _with_defaults(config_json):
             raise RunError(
                 f"{self.path} holds a run with another configuration "
                 f"({_difference(path.read_text(), config_json)}); "
                 "choose another folder or remove this one"
             )
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing was recorded: such a folder may be taken for another configuration."""
+        return not self.is_done and not self.rows()
 
     def close(self) -> None:
         if self._lock is not None:
@@ -158,11 +162,10 @@ class RunFolder:
             self._lock = None
 
     def _remove_partials(self) -> None:
-        for path in self.path.glob(f"**/.*{_PARTIAL}"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+        """Half-written files of a killed run, only where a run writes: --out may be any folder."""
+        for folder in ("", "parts", "checkpoints", "model"):
+            for path in (self.path / folder).glob(f".*{_PARTIAL}"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def is_done(self) -> bool:
@@ -327,14 +330,19 @@ def command_line() -> str:
 
 
 def metrics_frame(path: str | Path) -> pd.DataFrame:
-    """Metric rows of all run folders at or below `path`, with arm and run_seed columns."""
+    """Metric rows of all run folders at or below `path`, with arm and run_seed columns.
+
+    A run folder is named `<arm>-s<seed>`; folders with other names are left out.
+    """
     frames = []
     for file in sorted(Path(path).glob("**/metrics.jsonl")):
         folder = RunFolder(file.parent)
         arm, _, seed = file.parent.name.rpartition("-s")
+        if not (arm and seed.isdigit()):
+            continue
         frame = pd.DataFrame(folder.rows())
         never = [c for c in frame if frame[c].isna().all()]  # a rate that never had a denominator
         frame = frame.astype(dict.fromkeys(never, float))
-        if len(frame) and arm:
+        if len(frame):
             frames.append(frame.assign(arm=arm, run_seed=int(seed), sweep=file.parent.parent.name))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()

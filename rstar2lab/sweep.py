@@ -99,6 +99,11 @@ def grid(
         SweepError: no arm, no seed, or one of them twice; a label that is no word.
     """
     cfg.read_toml(config)
+    if owned := sorted({"config", "arm", "seed", "folder", "settings"} & set(parameters or {})):
+        raise SweepError(
+            f"the sweep itself sets {', '.join(owned)} for every point; use --seeds, --arms, --set "
+            "or --out"
+        )
     if label and not re.fullmatch(r"\w+", label, re.ASCII):
         raise SweepError(f"label {label!r}: expected letters, digits and underscores")
     if not arms or not seeds or len(set(seeds)) < len(seeds) or len(set(arms)) < len(arms):
@@ -134,7 +139,10 @@ def check_parameters(template: str | Path, parameters: dict) -> None:
     """
     import papermill
 
-    declared = papermill.inspect_notebook(str(template))
+    try:
+        declared = papermill.inspect_notebook(str(template))
+    except (OSError, ValueError) as error:
+        raise SweepError(f"{template} is not a notebook that can be read: {error}") from error
     unknown = sorted(set(parameters) - set(declared))
     if unknown or not declared:
         raise SweepError(
@@ -153,6 +161,12 @@ def check_configurations(points: Sequence[Point]) -> None:
         runs.RunFolder(point.folder).check_configuration(cfg.to_json(point.load_config()))
 
 
+def check_jobs(jobs: int) -> None:
+    """Raises: SweepError if no point could run."""
+    if jobs < 1:
+        raise SweepError(f"jobs={jobs}, expected at least 1")
+
+
 def run(
     points: Sequence[Point],
     *,
@@ -167,8 +181,7 @@ def run(
         SweepError: an undeclared parameter, or points that failed (the others have finished).
         KeyboardInterrupt: after the running points have been stopped.
     """
-    if jobs < 1:
-        raise SweepError(f"jobs={jobs}, expected at least 1")
+    check_jobs(jobs)
     report = report or (lambda point, step, steps: None)
     check_configurations(points)
     waiting = [point for point in points if not point.is_done]

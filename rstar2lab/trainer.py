@@ -52,18 +52,16 @@ class Selected:
 def select(
     group: Group,
     settings: cfg.Selection,
-    ddof: int,
+    loss: cfg.Loss,
     rng: np.random.Generator,
-    loss: cfg.Loss | None = None,
     max_tokens: int = 0,
 ) -> Selected:
     """Reject, select, and normalize: the method between rollout and loss (§2.2, Eq 7).
 
     Void trajectories take no part. A group of equal rewards teaches nothing and is rejected before
     the selection. `loss` names the advantages and what happens to overlong trajectories of at most
-    `max_tokens`; without it Eq 7 with `ddof`, and nothing.
+    `max_tokens`.
     """
-    loss = loss or cfg.Loss(ddof=ddof)
     scored = [i for i, t in enumerate(group.trajectories) if t.stop is not StopReason.VOID]
     penalties_N = np.full(len(group.trajectories), np.nan)
     for i in scored:
@@ -330,7 +328,7 @@ class Trainer:
             groups = self._bench.rollout(problems, config.rollout.samples_per_prompt, key)
             tokens = config.rollout.max_response_tokens
             selected += [
-                select(g, config.selection, config.loss.ddof, rng, config.loss, tokens)
+                select(g, config.selection, config.loss, rng, tokens)
                 for g in groups
             ]
             self._check_voids([t for s in selected for t in s.group.trajectories])
@@ -416,7 +414,6 @@ class Trainer:
         ]
         if rows:
             self.folder.write_part("trajectories", step, pd.DataFrame(rows))
-
 
     def _roles(self, trajectory: Trajectory) -> list[str]:
         actors, records = self._bench.actors, self.config.records

@@ -153,8 +153,11 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """True when a budget, not the model, ended the trajectory."""
-        return self.stop in (StopReason.LENGTH, StopReason.CONTEXT, StopReason.MAX_TURNS)
+        """True when the token budget, not the model, ended the trajectory (§4.3.1).
+
+        The turn limit is none: such a trajectory is scored by what it has answered.
+        """
+        return self.stop in (StopReason.LENGTH, StopReason.CONTEXT)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from tiny import tiny_config
 
 from rstar2lab import cli, extras, runs
+from rstar2lab import config as cfg
 
 ROOT = Path(cli.__file__).parents[1]
 
@@ -83,6 +85,15 @@ def test_a_typo_in_a_setting_names_the_nearest_key_before_anything_runs(
         (["train", "grpo_roc", "--set", "selection.keep=99"], "lower keep"),
         (["sweep", "--parameter", "stpes=3", "--plan"], "does not declare stpes; it declares"),
         (["figures", "--results", "nothing"], "no finished run"),
+        (["train", "grpo_roc", "--set", "optimizer.lr=inf"], "optimizer.lr"),
+        (["train", "grpo_roc", "--set", "model.heads=3", "--set", "model.kv_heads=2"],
+         "must be a multiple of model.kv_heads=2"),
+        (["train", "grpo_roc", "--set", "model.head_width=31"], "model.head_width=31 even"),
+        (["sweep", "--parameter", "seed=5", "--plan"], "the sweep itself sets seed"),
+        (["sweep", "--template", "no.ipynb", "--plan"], "no.ipynb is not a notebook"),
+        (["sweep", "--template", str(cli.NANO), "--plan"], "is not a notebook that can be read"),
+        (["sweep", "--jobs", "0", "--arms", "grpo_roc"], "jobs=0, expected at least 1"),
+        (["reproduce", "--seeds", "0"], "at least one each"),
         (["evaluate", "nothing"], "no checkpoint at nothing"),
     ],
 )  # fmt: skip
@@ -127,6 +138,19 @@ def test_isolation_below_what_is_required_is_refused_and_a_weak_one_is_announced
     monkeypatch.setattr(sandbox, "detect_level", lambda: "L4")
     cli.check_isolation("L3")
     assert capsys.readouterr().out == "sandbox isolation L4\n"
+
+
+def test_an_unfinished_run_has_no_model_to_evaluate_yet(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(cfg.to_json(tiny_config()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    code, _, err = call(monkeypatch, capsys, "evaluate", str(tmp_path))
+    assert code == 2 and "is not finished" in err and "--resume" in err
+
+
+def test_the_doctor_goes_on_when_vllm_is_missing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(extras, "is_installed", lambda package: package != "vllm")
+    code, out, _ = call(monkeypatch, capsys, "doctor", "--vllm", str(tmp_path))
+    assert code == 1 and "FAIL  vllm parity" in out and "sandbox" in out
 
 
 def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(monkeypatch, capsys):

@@ -118,7 +118,9 @@ def test_two_handles_of_one_process_exclude_each_other_too(tmp_path):
 
 
 def test_another_configuration_is_refused_with_every_difference(tmp_path):
-    opened(tmp_path / "a-s0").close()
+    folder = opened(tmp_path / "a-s0")
+    folder.append_row({"step": 0})
+    folder.close()
     other = json.dumps({"loss": {"ddof": 1, "clip_low": 0.2}, "run": {"seed": 2}})
     with pytest.raises(RunError) as caught:
         opened(tmp_path / "a-s0", other, resume=True)
@@ -126,6 +128,30 @@ def test_another_configuration_is_refused_with_every_difference(tmp_path):
     assert "run.seed: 1 there, 2 asked" in str(caught.value)
     assert "clip_low" not in str(caught.value)
     opened(tmp_path / "a-s0", resume=True).close()  # the refusal released the lock
+
+
+def test_a_run_that_failed_before_its_first_row_gives_its_folder_to_another(tmp_path):
+    opened(tmp_path / "a-s0").close()
+    other = json.dumps({"loss": {"ddof": 1, "clip_low": 0.2}, "run": {"seed": 2}})
+    opened(tmp_path / "a-s0", other).close()
+    assert (tmp_path / "a-s0" / "config.json").read_text() == other
+
+
+def test_only_a_run_s_own_half_written_files_are_removed(tmp_path):
+    mine, strange = tmp_path / "parts" / ".eval.partial", tmp_path / "photos" / ".x.partial"
+    for path in (mine, strange):
+        write_atomic(path, "")
+    opened(tmp_path).close()
+    assert not mine.exists() and strange.exists()
+
+
+def test_folders_that_are_no_runs_are_left_out_of_the_metrics(tmp_path):
+    for name in ("grpo_roc_hard-s3", "x-sfoo", "notes"):
+        folder = opened(tmp_path / name)
+        folder.append_row({"step": 0, "eval_accuracy": 0.5})
+        folder.close()
+    frame = runs.metrics_frame(tmp_path)
+    assert list(frame.arm) == ["grpo_roc_hard"] and list(frame.run_seed) == [3]
 
 
 def test_a_folder_with_rows_or_a_done_marker_is_continued_only_when_asked(tmp_path):

@@ -58,7 +58,7 @@ def group_of(rewards) -> Group:
 
 def choose(rewards, keep=2, **settings):
     settings = cfg.Selection(keep=keep, **settings)
-    return select(group_of(rewards), settings, 0, np.random.default_rng(0))
+    return select(group_of(rewards), settings, cfg.Loss(), np.random.default_rng(0))
 
 
 rewards_of_a_group = st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=12)
@@ -126,7 +126,7 @@ def test_penalties_are_recorded_for_all_scored_rollouts_and_for_no_void_one():
         Problem("p", "q", "1"),
         (made(0, 1.0, 1, 2), made(1, 0.0, 0, 1), made(2, None), made(3, 1.0, 3, 3)),
     )
-    s = select(group, cfg.Selection(keep=2), 0, np.random.default_rng(0))
+    s = select(group, cfg.Selection(keep=2), cfg.Loss(), np.random.default_rng(0))
     np.testing.assert_array_equal(s.penalties_N, [0.5, 0.0, np.nan, 1.0])
 
 

@@ -20,9 +20,7 @@ from rstar2lab.types import Group, Problem, StopReason
 
 def chosen(rewards, loss, keep=4, max_tokens=20):
     settings = cfg.Selection(keep=keep, selector="all")
-    return select(
-        group_of(rewards), settings, loss.ddof, np.random.default_rng(0), loss, max_tokens
-    )
+    return select(group_of(rewards), settings, loss, np.random.default_rng(0), max_tokens)
 
 
 def truncated(sample, reward):
@@ -59,7 +57,7 @@ def test_masked_trajectories_and_solved_groups_are_counted():
     loss = cfg.Loss(overlong="filter")
     group = Group(Problem("p", "q", "1"), (made(0, 1.0), truncated(1, 0.0)))
     settings, rng = cfg.Selection(keep=2, selector="all"), np.random.default_rng(0)
-    cut = select(group, settings, 0, rng, loss, 20)
+    cut = select(group, settings, loss, rng, 20)
     solved, failed = chosen([1.0] * 4, loss), chosen([0.0] * 4, loss)
     metrics = selection_metrics([cut, solved, failed])
     assert metrics["trajectories_kept"] == 2 and metrics["trajectories_masked"] == 1
@@ -198,6 +196,7 @@ def test_a_run_recorded_before_a_key_existed_can_be_resumed(tmp_path):
         del old["loss"][key]
     (tmp_path / "config.json").write_text(json.dumps(old))
     folder = runs.RunFolder(tmp_path)
+    folder.append_row({"step": 0})
     folder.check_configuration(new)
     with pytest.raises(runs.RunError, match="loss.name: 'dapo' there, 'gspo' asked"):
         folder.check_configuration(cfg.to_json(tiny_config(loss__name="gspo")))

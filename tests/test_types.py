@@ -88,10 +88,10 @@ def test_trained_tokens_are_those_of_the_mask():
 
 @pytest.mark.parametrize(
     ("stop", "truncated"),
-    [("ANSWERED", False), ("LENGTH", True), ("MAX_TURNS", True), ("CONTEXT", True),
+    [("ANSWERED", False), ("LENGTH", True), ("MAX_TURNS", False), ("CONTEXT", True),
      ("VOID", False)],
 )  # fmt: skip
-def test_a_trajectory_is_truncated_when_a_budget_ended_it(stop, truncated):
+def test_a_trajectory_is_truncated_when_the_token_budget_ended_it(stop, truncated):
     assert trajectory(stop=StopReason[stop]).is_truncated is truncated
 
 
