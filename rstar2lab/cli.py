@@ -162,14 +162,9 @@ def sweep(
     from . import sweep as sweeps
 
     extra = dict(_split_parameter(text) for text in parameters)
+    arms = arms or sweeps.arm_names(config)
     points = sweeps.grid(
-        str(config),
-        arms or sweeps.arm_names(config),
-        seeds,
-        out,
-        settings=settings,
-        parameters=extra,
-        label=label,
+        str(config), arms, seeds, out, settings=settings, parameters=extra, label=label
     )
     template = template or sweeps.TEMPLATE
     sweeps.check_parameters(template, points[0].notebook_parameters())

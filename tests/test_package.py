@@ -225,3 +225,13 @@ def test_functions_fit_on_a_page():
     ]
     too_long = [f"{name} has {lines} lines" for name, lines in lengths if lines > 60]
     assert not too_long, "\n".join(too_long)
+
+
+def test_the_readme_s_python_runs_as_it_stands_and_says_the_truth():
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(snippet, names)
+    assert names["result"].stdout == "45\n" and names["verdict"].correct
+    assert sorted(names["rewards_N"][names["kept"]]) == [0, 0, 1, 1]
+    assert set(names["advantages_G"].round(3)) == {-1.0, 1.0}
