@@ -75,7 +75,7 @@ def train(
     """Train one arm with one seed. The cold start that it begins from is made once and kept.
 
     Example: rstar2lab train grpo_roc --seed 1 --set run.steps=80 --out runs/mine/grpo_roc-s1
-    The cold start lies in cold_start/ beside the folder that holds the run folders: runs/cold_start.
+    The cold start lies in cold_start/ beside the folder of the run folders: runs/cold_start.
 
     Args:
         arm: a file in arms/ beside the configuration, such as grpo_roc.
@@ -270,6 +270,44 @@ def doctor(vllm: Path | None = None, template: str | None = None) -> None:
         raise SystemExit(1)
 
 
+def sandbox(
+    action: tyro.conf.Positional[Literal["serve"]],
+    port: int = 8765,
+    host: str = "127.0.0.1",
+    workers: int = 8,
+    token_file: Path | None = None,
+    cpu_seconds: float = 4.0,
+    wall_seconds: float = 4.0,
+    memory_mb: int = 512,
+    require_isolation: Level | None = None,
+) -> None:
+    """Serve the sandbox over HTTP, until SIGTERM; what was accepted is still answered.
+
+    Speaks the formats of code-judge (/run, /run/batch, /run/long-batch, /judge…) and SandboxFusion
+    (/run_code), so that their clients work unchanged, and its own (/v1/calls, streamed).
+    Example: rstar2lab sandbox serve --port 8765 --workers 8
+
+    Args:
+        action: serve.
+        port: to listen on.
+        host: any other than a loopback address needs a token.
+        workers: programs at the same time; with programs that loop, about four per core.
+        token_file: a file whose content clients must send as a bearer token.
+        cpu_seconds: limit of a call.
+        wall_seconds: limit of a call.
+        memory_mb: limit of a call.
+        require_isolation: refuse to start below this sandbox level.
+    """
+    from .sandbox import Limits, Sandbox, server
+
+    token = token_file.read_text().strip() if token_file else None
+    server.check_address(host, token)
+    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb)
+    with Sandbox(workers, limits, require_level=require_isolation) as pool:
+        print(f"sandbox {pool.level}, {workers} workers, on http://{host}:{port}", flush=True)
+        server.serve(pool, host=host, port=port, token=token)
+
+
 def _chosen(settings: tuple[str, ...], options: dict) -> dict:
     """Values of `--set` with those of the command's own options; a value is said in one place.
 
@@ -336,6 +374,7 @@ COMMANDS: dict[str, Callable] = {
     "sweep": sweep,
     "evaluate": evaluate,
     "figures": figures,
+    "sandbox": sandbox,
     "doctor": doctor,
 }
 

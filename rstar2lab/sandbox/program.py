@@ -84,10 +84,13 @@ class Runner:
         sys.excepthook = lambda kind, error, trace: self.report(error)
         os._exit = _exit_of(os.getpid())
 
-    def run(self, source: bytes, name: str = PROGRAM_NAME) -> int:
-        """Run one program. Returns its exit code; `MEMORY_SIGNAL` negated for MemoryError."""
+    def run(self, source: bytes, name: str = PROGRAM_NAME, echo: bool = True) -> int:
+        """Run one program, as a cell (`echo`) or as a script.
+
+        Returns its exit code; `MEMORY_SIGNAL` negated for MemoryError.
+        """
         try:
-            self._execute(source.decode("utf-8", "surrogatepass"), name)
+            self._execute(source.decode("utf-8", "surrogatepass"), name, echo)
             return 0
         except SystemExit as error:
             return self._exit_code(error.code)
@@ -101,11 +104,11 @@ class Runner:
         finally:
             flush()
 
-    def _execute(self, text: str, name: str) -> None:
+    def _execute(self, text: str, name: str, echo: bool) -> None:
         self.names.add(name)
         linecache.cache[name] = (len(text), None, _lines(text), name)
         tree = ast.parse(text, name)
-        shown = tree.body.pop() if is_shown(tree, text) else None
+        shown = tree.body.pop() if echo and is_shown(tree, text) else None
         if tree.body:
             exec(compile(tree, name, "exec", dont_inherit=True), self.namespace)
         if shown is not None:

@@ -5,6 +5,7 @@ The status of a call is born here, from clocks and exit codes, never from text. 
 """
 
 import asyncio
+import dataclasses
 import os
 import queue
 import signal
@@ -88,12 +89,17 @@ class Sandbox:
             self.close()
             raise
 
-    def run(self, code: str, stdin: str = "") -> ToolResult:
+    def run(
+        self, code: str, stdin: str = "", *, seconds: float | None = None, echo: bool = True
+    ) -> ToolResult:
         """Run one program and wait for its result; the status says how it ended.
+
+        seconds: shorter limits of processor and wall time for this call. echo: show the last
+        expression, as a notebook cell does; without it the program is a script.
 
         Raises: SandboxError when the sandbox is closed or belongs to another process.
         """
-        return self._run(code, stdin, time.monotonic())
+        return self._run(code, stdin, time.monotonic(), seconds, echo)
 
     def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
         """Run programs, or (program, stdin) pairs, over all workers. Results in input order."""
@@ -102,9 +108,11 @@ class Sandbox:
         futures = [self._state.submit(self._run, *pair, submitted) for pair in pairs]
         return [future.result() for future in futures]
 
-    async def arun(self, code: str, stdin: str = "") -> ToolResult:
+    async def arun(
+        self, code: str, stdin: str = "", *, seconds: float | None = None, echo: bool = True
+    ) -> ToolResult:
         """Awaitable twin of `run`; a cancelled call ends in the background, at its limit."""
-        future = self._state.submit(self._run, code, stdin, time.monotonic())
+        future = self._state.submit(self._run, code, stdin, time.monotonic(), seconds, echo)
         return await asyncio.wrap_future(future)
 
     def session(self) -> "Session":
@@ -122,13 +130,21 @@ class Sandbox:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _run(self, code: str, stdin: str, submitted: float) -> ToolResult:
+    def _run(
+        self,
+        code: str,
+        stdin: str,
+        submitted: float,
+        seconds: float | None = None,
+        echo: bool = True,
+    ) -> ToolResult:
+        options, limits = _options(self.limits, seconds, echo)
         worker = self._state.take()
         waited = time.monotonic() - submitted
         for _ in range(_ATTEMPTS):
             try:
                 worker = worker or self._state.replace()
-                raw = worker.call(code, stdin)
+                raw = worker.call(code, stdin, options)
             except (WorkerDied, SandboxError) as error:
                 worker, reason = _discard(worker), error
                 continue
@@ -136,9 +152,23 @@ class Sandbox:
                 self._state.give(_discard(worker))
                 raise
             self._state.give(worker)
-            return to_result(raw, self.limits, waited)
+            return to_result(raw, limits, waited)
         self._state.give(worker)
         return failure(reason, waited)
+
+
+def _options(limits: Limits, seconds: float | None, echo: bool) -> tuple[dict, Limits]:
+    """What a slot is told of a call, and the limits that then hold. Raises: SandboxError."""
+    options = {} if echo else {"echo": False}
+    if seconds is None:
+        return options, limits
+    if not 0 < seconds < float("inf"):
+        raise SandboxError(f"seconds={seconds}, expected a positive number")
+    return options | {"seconds": seconds}, dataclasses.replace(
+        limits,
+        cpu_seconds=min(limits.cpu_seconds, seconds),
+        wall_seconds=min(limits.wall_seconds, seconds),
+    )
 
 
 def _discard(worker: Worker | None) -> None:
@@ -371,8 +401,9 @@ def _ends_inside(content: bytes) -> bool:
 def _explain(raw: RawResult, status: ToolStatus, limits: Limits, stderr: str) -> str:
     """One line for an end that left no message of its own. The same call gives the same text."""
     if status is ToolStatus.TIMEOUT:
-        seconds = min(limits.cpu_seconds, limits.wall_seconds)
-        return f"Timeout: the program was stopped at its time limit of {seconds:g} seconds"
+        cpu, wall = limits.cpu_seconds, limits.wall_seconds
+        most = f"{wall:g} seconds" if cpu == wall else f"{cpu:g} s of CPU or {wall:g} s in all"
+        return f"Timeout: the program was stopped at its time limit of {most}"
     if status is ToolStatus.MEMORY and "MemoryError" not in stderr:
         return f"MemoryError: the program needs more than {limits.memory_mb} MB"
     if status is ToolStatus.OUTPUT_LIMIT:

@@ -19,6 +19,7 @@ from rstar2lab.sandbox.levels import OUTPUT_KILL_FACTOR, Limits
 _FIRST_CHECK_SECONDS = 0.02
 _CPU_COUNT = os.cpu_count() or 1
 _CONTROL_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages: a program that writes
+_CELL, _SCRIPT = b"C", b"S"  # whether a last expression is shown
 _CONFINED = b"confined"  # nonsense to it cannot make the slot wait for the rest
 
 
@@ -60,6 +61,7 @@ class Slot:
         is_session: bool,
     ):
         self.owner, self.jail, self.limits = owner, jail, limits
+        self.seconds = (limits.wall_seconds, limits.cpu_seconds)  # of the call that runs
         self.runner, self.is_session = program.Runner(errors), is_session
         self.captures = [Capture(limits.output_chars, tail) for tail in (False, True)]
         self.child: Child | None = None
@@ -86,8 +88,8 @@ class Slot:
         try:
             while True:
                 self.child = self.child or self._fork_child()
-                _, descriptors = wire.receive(self.owner)
-                self._answer(descriptors)
+                options, descriptors = wire.receive(self.owner)
+                self._answer(options, descriptors)
         except OSError:
             pass
         finally:
@@ -108,8 +110,10 @@ class Slot:
         outputs = dict(zip((reader for reader, _ in pipes), self.captures, strict=True))
         return Child(pid, os.pidfd_open(pid), control, outputs)
 
-    def _answer(self, descriptors: list[int]) -> None:
-        self._hand_over(descriptors)
+    def _answer(self, options: dict, descriptors: list[int]) -> None:
+        most = options.get("seconds", self.limits.wall_seconds)
+        self.seconds = (min(self.limits.wall_seconds, most), min(self.limits.cpu_seconds, most))
+        self._hand_over(descriptors, options.get("echo", True))
         kills_before = self.jail.count_memory_kills()
         started = time.monotonic()
         cause = self._watch(started)
@@ -123,10 +127,10 @@ class Slot:
         if self.child is None:
             self.jail.reset_box()
 
-    def _hand_over(self, descriptors: list[int]) -> None:
+    def _hand_over(self, descriptors: list[int], echo: bool) -> None:
         """Give the program to the waiting child. Raises: OSError when the child is unfit."""
         self._await_confined()
-        socket.send_fds(self.child.control, [b"P"], descriptors)
+        socket.send_fds(self.child.control, [_CELL if echo else _SCRIPT], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self.child.cpu_before = 0.0
@@ -168,8 +172,8 @@ class Slot:
 
         A program with threads may use several processors, so its clock may run faster than ours.
         """
-        wall = self.limits.wall_seconds - (time.monotonic() - started)
-        cpu = self.limits.cpu_seconds - self.child.cpu_seconds()
+        wall = self.seconds[0] - (time.monotonic() - started)
+        cpu = self.seconds[1] - self.child.cpu_seconds()
         if wall <= 0 or cpu <= 0:
             return 0.0
         return min(wall, max(cpu / _CPU_COUNT, _FIRST_CHECK_SECONDS)) + 0.0005
@@ -225,7 +229,7 @@ class Slot:
             return "OUTPUT_LIMIT"
         if code == -program.MEMORY_SIGNAL or (was_starved and code == -signal.SIGKILL):
             return "MEMORY"
-        if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.limits.cpu_seconds:
+        if code in (-signal.SIGKILL, -signal.SIGXCPU) and cpu >= self.seconds[1]:
             return "TIMEOUT"
         return "ERROR" if code else "OK"
 
@@ -289,8 +293,8 @@ def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:
     return socket.socket(*_CONTROL_KIND, fileno=3)
 
 
-def _receive_program(control: socket.socket) -> bytes:
-    """Wait for the program; its standard input becomes descriptor 0.
+def _receive_program(control: socket.socket) -> tuple[bytes, bool]:
+    """Wait for the program and whether it is a cell; its standard input becomes descriptor 0.
 
     Raises: Disconnected when the slot is gone.
     """
@@ -299,15 +303,15 @@ def _receive_program(control: socket.socket) -> bytes:
         raise wire.Disconnected("the slot is gone")
     source = wire.load(descriptors[0])
     program.open_streams(descriptors[1] if len(descriptors) > 1 else None)
-    return source
+    return source, message == _CELL
 
 
 def _run_once(control: socket.socket, runner: program.Runner) -> int:
     program.reseed()
-    source = _receive_program(control)
+    source, echo = _receive_program(control)
     control.close()
     runner.enter()
-    return runner.run(source)
+    return runner.run(source, echo=echo)
 
 
 def _run_session(control: socket.socket, runner: program.Runner) -> int:
@@ -315,6 +319,6 @@ def _run_session(control: socket.socket, runner: program.Runner) -> int:
     runner.enter()
     count = 0
     while True:
-        source, count = _receive_program(control), count + 1
-        code = runner.run(source, f"<cell {count}>")
+        (source, echo), count = _receive_program(control), count + 1
+        code = runner.run(source, f"<cell {count}>", echo)
         control.send(str(code).encode())

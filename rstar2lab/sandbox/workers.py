@@ -65,14 +65,17 @@ class Worker:
     pid: int
     wall_seconds: float
 
-    def call(self, code: str, stdin: str) -> RawResult:
-        """Run one program. Raises: WorkerDied; any exception leaves the worker unusable."""
+    def call(self, code: str, stdin: str, options: dict | None = None) -> RawResult:
+        """Run one program; options: `seconds` (shorter limits) and `echo`, see `Sandbox.run`.
+
+        Raises: WorkerDied; any exception leaves the worker unusable.
+        """
         descriptors = [wire.store(_encode(code), "program")]
         try:
             if stdin:
                 descriptors.append(wire.store(_encode(stdin), "stdin"))
             self.sock.settimeout(self.wall_seconds + _GRACE_SECONDS)
-            wire.send(self.sock, {}, (), descriptors)
+            wire.send(self.sock, options or {}, (), descriptors)
             return self._receive()
         except OSError as error:  # includes the end of the stream and the time-out
             raise WorkerDied(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,483 @@
+"""The sandbox service: real servers, real HTTP, the request shapes of other trainers' clients."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rstar2lab.rewards import ServiceFailure
+from rstar2lab.sandbox import Sandbox, SandboxError
+from rstar2lab.sandbox.calls import Call, CallQueue, QueueFull, QueueTimeout
+from rstar2lab.sandbox.client import PaperDispatch, SandboxClient
+from rstar2lab.sandbox.server import check_address
+from rstar2lab.types import ToolStatus
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start(port: int, *options: str) -> subprocess.Popen:
+    """A server process that answers."""
+    words = ("sandbox", "serve", "--port", str(port), "--workers", "3", *options)
+    server = subprocess.Popen((sys.executable, "-m", "rstar2lab.cli", *words))
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health")
+            return server
+        except httpx.HTTPError:
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
+
+
+@contextmanager
+def running(*options: str):
+    port = free_port()
+    server = start(port, *options)
+    try:
+        yield f"http://127.0.0.1:{port}", server
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with running("--wall-seconds", "2", "--cpu-seconds", "2") as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with SandboxClient(address) as found:
+        yield found
+
+
+def post(address: str, path: str, body, **options) -> httpx.Response:
+    return httpx.post(address + path, json=body, timeout=60, **options)
+
+
+# --- code-judge -----------------------------------------------------------------------------------
+
+
+def test_the_answer_of_run_has_code_judge_s_fields(address):
+    body = {"sub_id": "a", "type": "python", "solution": "print(input())", "input": "7"}
+    found = post(address, "/run", body).json()
+    assert found.pop("cost") > 0
+    assert found == {"sub_id": "a", "success": True, "run_success": True, "stdout": "7\n",
+                     "stderr": "", "reason": ""}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected", "success", "run_success", "reason"),
+    [
+        ("print(1)", "1", True, True, ""),
+        ("print(' 1 ')", "1\n", True, True, ""),  # both sides are stripped
+        ("print(2)", "1", False, True, ""),
+        ("1", "1", False, True, ""),  # a script: its last expression is not shown
+        ("1/0", "1", False, False, ""),
+        ("while True: pass", None, False, False, "worker_timeout"),
+        ("import os; os._exit(1)", None, False, False, ""),
+        ("print('x' * 1500 + '!')", "x" * 1500 + "!", True, True, ""),  # compared before the cut
+    ],
+)  # fmt: skip
+def test_code_judge_s_verdicts(address, solution, expected, success, run_success, reason):
+    body = {"type": "python", "solution": solution, "expected_output": expected}
+    found = post(address, "/run", body).json()
+    assert (found["success"], found["run_success"]) == (success, run_success)
+    assert found["reason"] == reason
+    assert len(found["stdout"]) <= 1000
+    judged = post(address, "/judge", body).json()
+    assert judged.keys() == found.keys() - {"stdout", "stderr"}
+    assert judged["success"] is success
+
+
+@pytest.mark.parametrize("path", ["/run/batch", "/run/long-batch", "/judge/batch"])
+def test_a_batch_is_answered_in_the_order_of_its_submissions(address, path):
+    """As a released client sends it: `{type, solution, input}`, slow ones first."""
+    programs = [f"import time; time.sleep({0.3 - i / 10}); print({i})" for i in range(4)]
+    submissions = [
+        {"type": "python", "solution": program, "input": None, "expected_output": str(i)}
+        for i, program in enumerate(programs)
+    ]
+    found = post(address, path, {"type": "batch", "sub_id": "b", "submissions": submissions}).json()
+    assert found["sub_id"] == "b"
+    assert [r["success"] for r in found["results"]] == [True] * 4
+
+
+def test_a_program_that_hides_in_base64_and_leaves_by_exit_has_its_error_seen(address):
+    """The shape of the released tool program: exec of encoded code, stderr, then os._exit(1)."""
+    code = base64.b64encode(b"import math\nprint(math.gcd(12, 18))\nundefined").decode()
+    program = (
+        "import base64, os, sys, traceback\n"
+        f"code = base64.b64decode('{code}').decode()\n"
+        "try:\n    exec(code, {})\n"
+        "except BaseException as error:\n"
+        "    sys.stderr.write(traceback.format_exc())\n    os._exit(1)\n"
+    )
+    found = post(address, "/run/long-batch", {
+        "type": "batch", "submissions": [{"type": "python", "solution": program, "input": None}],
+    }).json()["results"][0]  # fmt: skip
+    assert found["stdout"] == "6\n" and "NameError: name 'undefined'" in found["stderr"]
+    assert found["run_success"] is False and found["reason"] == ""
+
+
+def test_math_is_verified_and_other_languages_are_told_apart_from_failures(address):
+    body = {"type": "math", "solution": "0.5", "expected_output": r"\frac{1}{2}"}
+    assert post(address, "/judge", body).json()["success"] is True
+    assert post(address, "/judge", body | {"solution": "0.6"}).json()["success"] is False
+    found = post(address, "/run", {"type": "cpp", "solution": "int main(){}"}).json()
+    assert found["reason"] == "invalid_input" and found["stdout"] is None
+
+
+@pytest.mark.parametrize("body", [
+    {}, [], {"type": "python"}, {"type": "ada", "solution": "x"}, {"solution": 7},
+])  # fmt: skip
+def test_a_bad_body_is_422(address, body):
+    assert post(address, "/run", body).status_code == 422
+    assert post(address, "/run/batch", {"submissions": [body]}).status_code == 422
+    assert post(address, "/run/batch", {"submissions": []}).status_code == 422
+
+
+# --- SandboxFusion --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "run_status", "return_code"),
+    [("print(6*7)", "Success", "Finished", 0), ("1/0", "Failed", "Finished", 1),
+     ("while True: pass", "Failed", "TimeLimitExceeded", None)],
+)  # fmt: skip
+def test_sandbox_fusion_s_answers(address, code, status, run_status, return_code):
+    """As verl sends it: no files, nothing fetched."""
+    body = {"compile_timeout": 1, "run_timeout": 1, "code": code, "stdin": None,
+            "memory_limit_MB": 1024, "language": "python", "files": {},
+            "fetch_files": []}  # fmt: skip
+    found = post(address, "/run_code", body).json()
+    assert (found["status"], found["run_result"]["status"]) == (status, run_status)
+    assert found["run_result"]["return_code"] == return_code
+    assert found["compile_result"] is None and found["files"] == {}
+    if status == "Success":
+        assert found["run_result"]["stdout"] == "42\n"
+    assert found["run_result"]["execution_time"] < 1.5
+
+
+@pytest.mark.parametrize("body", [
+    {"code": "x", "language": "rust"}, {"code": "x", "files": {"a": "eA=="}},
+])  # fmt: skip
+def test_what_sandbox_fusion_can_and_we_cannot_is_an_error_of_the_sandbox(address, body):
+    found = post(address, "/run_code", body).json()
+    assert found["status"] == "SandboxError" and "not served" in found["message"]
+    assert found["run_result"] is None
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+def test_the_service_says_what_it_is_and_what_it_did(address, client):
+    assert httpx.get(f"{address}/ping").json() == httpx.get(f"{address}/v1/ping").json() == "pong"
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    before = httpx.get(f"{address}/metrics").text
+    client.run_many(["1", "1/0", "2"])
+    status, after = httpx.get(f"{address}/status").json(), httpx.get(f"{address}/metrics").text
+    assert status["num_workers"] == 3 and status["queue"] == 0
+    assert status["level"] == client.level and status["does_not_stop"]
+
+    def count(text: str, name: str) -> float:
+        return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
+
+    ended = 'sandbox_ended_calls_total{status="%s"}'
+    assert count(after, ended % "OK") - count(before, ended % "OK") == 2
+    assert count(after, ended % "ERROR") - count(before, ended % "ERROR") == 1
+    assert count(after, "sandbox_accepted_calls_total") - count(
+        before, "sandbox_accepted_calls_total"
+    ) == 3  # fmt: skip
+
+
+def test_outside_the_loopback_a_token_is_required(tmp_path):
+    for host in ("0.0.0.0", "10.1.2.3", "example.org", "::"):
+        with pytest.raises(SandboxError, match="--token-file"):
+            check_address(host, None)
+        check_address(host, "secret")
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_address(host, None)
+
+
+def test_a_token_is_checked_everywhere_but_at_the_door(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    with running("--token-file", str(tmp_path / "token")) as (address, _):
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert httpx.get(f"{address}/status").status_code == 401
+        assert post(address, "/run", {"solution": "1"}).status_code == 401
+        wrong = {"Authorization": "Bearer secre"}
+        assert post(address, "/run", {"solution": "1"}, headers=wrong).status_code == 401
+        with pytest.raises(SandboxError, match="another token"):
+            SandboxClient(address)
+        with SandboxClient(address, "secret") as client:
+            assert client.run("6*7").stdout == "42\n"
+
+
+# --- our own client -------------------------------------------------------------------------------
+
+
+def test_the_client_gives_what_a_local_sandbox_gives(client):
+    programs = ["6*7", "print(input())", "1/0", "x = 1;", "import sys; sys.exit(3)", "'é' * 3"]
+    with Sandbox(workers=1) as local:
+        for program in programs:
+            far, near = client.run(program, "in"), local.run(program, "in")
+            assert (far.status, far.stdout, far.stderr) == (near.status, near.stdout, near.stderr)
+        far, near = (s.run("6*7", echo=False) for s in (client, local))
+        assert far.stdout == near.stdout == ""
+
+
+def test_shorter_limits_hold_for_one_call(client):
+    started = time.monotonic()
+    result = client.run("while True: pass", seconds=0.3)
+    assert result.status is ToolStatus.TIMEOUT and "0.3 seconds" in result.stderr
+    assert time.monotonic() - started < 1.5
+    assert client.run("6*7").stdout == "42\n"
+
+
+def test_results_come_as_they_end_and_not_with_the_slowest(address):
+    calls = [{"code": "import time; time.sleep(1)"}, {"code": "1"}, {"code": "2"}]
+    seen, started = [], time.monotonic()
+    with httpx.stream("POST", f"{address}/v1/calls", json={"calls": calls}, timeout=30) as answer:
+        for line in answer.iter_lines():
+            seen.append((json.loads(line)["index"], time.monotonic() - started))
+    assert {index for index, _ in seen[:2]} == {1, 2} and seen[2][0] == 0
+    assert seen[1][1] < 0.8 < seen[2][1]
+
+
+def test_many_calls_keep_their_order_and_wait_is_told_apart_from_work(client):
+    results = client.run_many([f"import time; time.sleep(0.05); {i}" for i in range(60)])
+    assert [int(r.stdout) for r in results] == list(range(60))
+    assert max(r.queue_seconds for r in results) > 0.5  # 60 × 0.05 s on 3 workers
+    assert max(r.seconds for r in results) < 0.5
+
+
+def test_a_call_with_an_id_is_run_once(address):
+    call = {"code": "import uuid; print(uuid.uuid4())", "id": "one"}
+    texts = [post(address, "/v1/calls", {"calls": [call]}).text for _ in range(2)]
+    assert json.loads(texts[0])["stdout"] == json.loads(texts[1])["stdout"]
+    other = post(address, "/v1/calls", {"calls": [call | {"id": "two"}]}).text
+    assert json.loads(other)["stdout"] != json.loads(texts[0])["stdout"]
+
+
+def test_the_paper_s_dispatch_waits_for_the_slowest_of_a_batch_and_loses_nothing(address):
+    dispatch = PaperDispatch(senders=2, batch=8, fill_seconds=0.05)
+    with SandboxClient(address, dispatch=dispatch) as client:
+        results = client.run_many([str(i) for i in range(40)])
+        assert [int(r.stdout) for r in results] == list(range(40))
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            quick, slow = pool.map(client.run, ["1", "import time; time.sleep(0.8)"])
+        assert quick.status is slow.status is ToolStatus.OK
+        assert time.monotonic() - started >= 0.8
+
+
+def test_answers_are_verified_by_the_service(client):
+    assert client.verify("0.5", r"\frac{1}{2}").correct
+    assert client.verify("42", "42").reason == "exact_integer"
+    assert not client.verify("41", "42").correct
+
+
+def test_no_service_is_a_clear_error_and_a_lost_one_never_a_program_s_error():
+    with pytest.raises(SandboxError, match="rstar2lab sandbox serve"):
+        SandboxClient(f"http://127.0.0.1:{free_port()}")
+    with running() as (address, server):
+        with SandboxClient(address, attempts=2, pause_seconds=0.01) as client:
+            server.kill()
+            server.wait()
+            result = client.run("6*7")
+            assert result.status is ToolStatus.SERVICE_FAILURE and "2 attempts" in result.stderr
+            with pytest.raises(ServiceFailure):
+                client.verify("0.5", "1/2")
+            assert (client.retries, client.failures) == (1, 1)
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def test_sigterm_answers_what_was_accepted_and_nothing_is_left():
+    with running() as (address, server), SandboxClient(address, attempts=1) as client:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(client.run_many, ["import time; time.sleep(0.2); 7"] * 12)
+            time.sleep(0.4)
+            server.send_signal(signal.SIGTERM)
+            results = found.result(30)
+        assert Counter(r.status for r in results) == {ToolStatus.OK: 12}
+        assert server.wait(20) is not None
+
+
+def workers_of(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(name))
+    found, pending = [], [pid]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def kill_often(pid: int, until: threading.Event, seconds: float) -> int:
+    """SIGKILL one process below `pid` after another; how many."""
+    count = 0
+    while not until.wait(seconds):
+        for worker in workers_of(pid)[-1:]:
+            try:
+                os.kill(worker, signal.SIGKILL)
+                count += 1
+            except ProcessLookupError:
+                pass
+    return count
+
+
+@pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.full)])
+def test_killed_workers_lose_no_call(calls):
+    """Every call ends in one typed result; a killed program is an error or a service failure."""
+    with running() as (address, server), SandboxClient(address) as client:
+        over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            killer = pool.submit(kill_often, server.pid, over, 0.1)
+            results = client.run_many([f"print({i})" for i in range(calls)])
+            over.set()
+        assert killer.result() > 0
+        assert len(results) == calls
+        ended = Counter(r.status for r in results)
+        assert ended[ToolStatus.OK] >= 0.9 * calls
+        assert ended.keys() <= {ToolStatus.OK, ToolStatus.ERROR, ToolStatus.SERVICE_FAILURE}
+        for number, result in enumerate(results):
+            assert result.status is not ToolStatus.OK or result.stdout == f"{number}\n"
+
+
+@pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.full)])
+def test_a_killed_server_that_comes_back_answers_every_call(calls):
+    port = free_port()
+    server = start(port)
+    try:
+        with SandboxClient(f"http://127.0.0.1:{port}", attempts=8, pause_seconds=0.5) as client:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(client.run_many, [f"print({i})" for i in range(calls)])
+                time.sleep(0.5)
+                server.kill()
+                server.wait()
+                server = start(port)
+                results = found.result(300)
+            assert [r.stdout for r in results] == [f"{i}\n" for i in range(calls)]
+            assert client.retries > 0 and client.failures == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_bounded_in_calls_and_bytes_and_counts_what_it_refuses():
+    async def main(sandbox):
+        queue = CallQueue(sandbox, most_calls=3, most_bytes=1000)
+        futures = [queue.submit(Call("1")) for _ in range(3)]
+        with pytest.raises(QueueFull, match="holds 3 waiting calls"):
+            queue.submit(Call("1"))
+        queue.start()
+        assert [(await f).stdout for f in futures] == ["1\n"] * 3
+        with pytest.raises(QueueFull):
+            queue.submit(Call("#" * 1001))
+        assert (queue.counters.accepted, queue.counters.refused) == (3, 2)
+        await queue.drain()
+        assert queue.held_bytes == 0
+        with pytest.raises(QueueFull, match="is ending"):
+            queue.submit(Call("1"))
+
+    with Sandbox(workers=1) as sandbox:
+        asyncio.run(main(sandbox))
+
+
+def test_a_call_that_waited_too_long_is_not_run():
+    async def main(sandbox):
+        queue = CallQueue(sandbox)
+        slow = queue.submit(Call("import time; time.sleep(0.4)"))
+        late = queue.submit(Call("1", queue_seconds=0.1))
+        queue.start()
+        assert (await slow).status is ToolStatus.OK
+        with pytest.raises(QueueTimeout, match="was not run"):
+            await late
+        assert queue.counters.queue_timeouts == 1
+        assert queue.counters.statuses == {"OK": 1}
+        await queue.drain()
+
+    with Sandbox(workers=1) as sandbox:
+        asyncio.run(main(sandbox))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("code", ["import time; time.sleep(0.01)", "print(6*7)"])
+def test_45_000_calls_at_once_are_all_answered_in_order_within_bounded_memory(code):
+    """The paper's calls of one training step (§3.1), accepted in one go."""
+
+    async def main(sandbox):
+        queue = CallQueue(sandbox)
+        futures = [queue.submit(Call(f"{code}\n{i}")) for i in range(45_000)]
+        assert queue.waiting == 45_000 and queue.held_bytes < 10_000_000
+        queue.start()
+        results = await asyncio.gather(*futures)
+        await queue.drain()
+        return results
+
+    with Sandbox(workers=8) as sandbox:
+        results = asyncio.run(main(sandbox))
+    assert [int(r.stdout.split()[-1]) for r in results] == list(range(45_000))
+
+
+# --- nonsense -------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = ("code", "solution", "calls", "submissions", "type", "stdin", "input", "seconds", "pairs")
+BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5)
+PATHS = ("/run", "/run/batch", "/judge/long-batch", "/run_code", "/v1/calls", "/v1/verify")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from(PATHS), body=BODIES, raw=st.none() | st.binary(max_size=60))
+def test_no_body_makes_the_service_fail(address, path, body, raw):
+    content = raw if raw is not None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(address + path, content=content, headers=headers, timeout=60)
+    assert answer.status_code in (200, 400, 422), answer.text
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(code=st.text(max_size=60), stdin=st.text(max_size=20))
+def test_no_program_ends_without_a_type(client, code, stdin):
+    assert client.run(code, stdin, seconds=1).status in set(ToolStatus) - {
+        ToolStatus.SERVICE_FAILURE
+    }
