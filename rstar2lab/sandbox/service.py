@@ -15,7 +15,9 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
+from rstar2lab.sandbox.imports import imported
 from rstar2lab.sandbox.levels import (
     AUTOMATIC_LEVELS,
     LEVELS,
@@ -40,6 +42,7 @@ DEFAULT_PRELOAD = (
     "statistics", "random", "re", "string", "datetime", "time", "heapq", "bisect", "copy", "json",
     "typing", "dataclasses", "enum",
 )  # fmt: skip
+DEFAULT_TIERS = (("numpy",), ("numpy", "scipy", "sympy"))
 _ATTEMPTS = 2  # a call whose worker died is repeated once
 
 
@@ -51,7 +54,9 @@ class Sandbox:
     ("L0" only by name); None takes the strongest that works. preload: modules imported once,
     before the first call; invisible to programs except in speed. errors: "line" reports an
     exception in one line, "traceback" with the program's own frames. readable: more paths that
-    programs may read.
+    programs may read. tiers: for programs that import these modules, workers that hold them
+    already; the first tier that has all that a program imports takes it. A tier starts with its
+    first program (about a second, once).
 
     Output is cut to `limits.output_chars` characters per stream, never inside one: standard
     output keeps its head, standard error its tail. Safe to use from several threads and inside a
@@ -70,6 +75,7 @@ class Sandbox:
         preload: Iterable[str] = DEFAULT_PRELOAD,
         errors: str = "line",
         readable: Iterable[str] = (),
+        tiers: Iterable[Iterable[str]] = DEFAULT_TIERS,
     ):
         if workers < 1:
             raise SandboxError(f"workers={workers}, expected at least 1; raise workers")
@@ -80,7 +86,8 @@ class Sandbox:
         levels = AUTOMATIC_LEVELS if level is None else (check_level(level),)
         settings = TemplateSettings(levels, self.limits, tuple(preload), tuple(readable), errors)
         self._state = _State(settings, workers)
-        self._finalizer = weakref.finalize(self, self._state.close)
+        self._tiers = _Tiers(self._state, tiers)
+        self._finalizer = weakref.finalize(self, self._tiers.close)
         try:
             self.level = _accept_level(self._state.template.report, require_level, level)
             _check_preload(self._state.template.report)
@@ -139,21 +146,22 @@ class Sandbox:
         echo: bool = True,
     ) -> ToolResult:
         options, limits = _options(self.limits, seconds, echo)
-        worker = self._state.take()
+        state = self._tiers.state_for(code)
+        worker = state.take()
         waited = time.monotonic() - submitted
         for _ in range(_ATTEMPTS):
             try:
-                worker = worker or self._state.replace()
+                worker = worker or state.replace()
                 raw = worker.call(code, stdin, options)
             except (WorkerDied, SandboxError) as error:
                 worker, reason = _discard(worker), error
                 continue
             except BaseException:  # an interrupt in mid-call: the worker's answer is still to come
-                self._state.give(_discard(worker))
+                state.give(_discard(worker))
                 raise
-            self._state.give(worker)
+            state.give(worker)
             return to_result(raw, limits, waited)
-        self._state.give(worker)
+        state.give(worker)
         return failure(reason, waited)
 
 
@@ -256,6 +264,52 @@ class _State:
         self.template.close()
         if self.executor is not None:
             self.executor.shutdown(wait=False)
+
+
+class _Tiers:
+    """The base state, and one for each set of modules worth keeping loaded.
+
+    Each has its own template, so that a program without imports forks from a small process.
+    """
+
+    def __init__(self, base: _State, tiers: Iterable[Iterable[str]]):
+        self.base, self.lock = base, threading.Lock()
+        self.wanted = [frozenset(tier) for tier in tiers]
+        self.known = frozenset().union(*self.wanted)
+        self.states: dict[frozenset[str], _State] = {}
+
+    def state_for(self, code: str) -> _State:
+        """The first tier with all known modules that the program imports."""
+        needed = imported(code) & self.known
+        tier = next((tier for tier in self.wanted if needed <= tier), frozenset())
+        if not needed or not tier:
+            return self.base
+        with self.lock:
+            if tier not in self.states:
+                self.states[tier] = self._start(tier)
+        return self.states[tier]
+
+    def _start(self, tier: frozenset[str]) -> _State:
+        """A state at the base's level; the base itself where that fails, said once."""
+        self.base.check_usable()
+        settings, level = self.base.settings, self.base.template.report["level"]
+        modules = settings.preload + tuple(sorted(m for m in tier if find_spec(m)))
+        try:
+            replaced = dataclasses.replace(settings, levels=(level,), preload=modules)
+            state = _State(replaced, self.base.count)
+            _check_preload(state.template.report)
+            if state.template.report["level"] != level:
+                raise SandboxError(f"a tier reached {state.template.report['level']}, not {level}")
+            state.fill()
+        except SandboxError as error:
+            text = f"no warm workers for {', '.join(sorted(tier))}: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return self.base
+        return state
+
+    def close(self) -> None:
+        for state in {self.base, *self.states.values()}:
+            state.close()
 
 
 class Session:
