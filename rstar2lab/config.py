@@ -207,6 +207,8 @@ class Engine(_Section):
 class SandboxLimits(_Section):
     """Limits per call; the paper's release gives 4 s."""
 
+    address: str = Field("", description="of a sandbox service; empty: one of this process's own")
+    token_file: str = Field("", description="holds the service's token, if it asks for one")
     workers: int = Field(2, gt=0)
     cpu_seconds: float = Field(4.0, gt=0)
     wall_seconds: float = Field(4.0, gt=0)

@@ -5,6 +5,7 @@ Used by training and by evaluation alike, so that both run the same policy in th
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -17,6 +18,9 @@ from .nano import model, tasks
 from .nano.tokenizer import FileTokenizer
 from .sandbox import Limits, Sandbox
 from .types import Group, Problem
+
+if TYPE_CHECKING:
+    from .sandbox.client import SandboxClient
 
 Tick = Callable[[str, int, int], None]  # part, trajectories done, of how many
 
@@ -122,7 +126,13 @@ def _device(chosen: str) -> str:
     return "cuda" if has_gpu and chosen != "cpu" else "cpu"
 
 
-def _sandbox(settings: cfg.SandboxLimits) -> Sandbox:
+def _sandbox(settings: cfg.SandboxLimits) -> "Sandbox | SandboxClient":
+    """A sandbox of this process, or a client of a service, whose own limits then hold."""
+    if settings.address:
+        from .sandbox.client import SandboxClient
+
+        token = Path(settings.token_file).read_text().strip() if settings.token_file else None
+        return SandboxClient(settings.address, token)
     return Sandbox(
         workers=settings.workers,
         limits=Limits(

@@ -614,6 +614,18 @@ def test_a_session_that_forges_its_answer_harms_only_itself(sandbox):
     assert sandbox.run("1 + 1").stdout == "2\n"
 
 
+def test_a_session_expires_when_it_is_left_alone_and_says_so_once(sandbox):
+    with sandbox.session(idle_seconds=0.3) as session:
+        session.run("x = 1")
+        for _ in range(3):  # each call winds the clock again
+            time.sleep(0.15)
+            assert session.run("x").stdout == "1\n"
+        time.sleep(0.6)
+        result = session.run("x = 2")
+        assert result.status is ToolStatus.OK and "had expired" in result.stderr
+        assert session.run("x").stderr == ""
+
+
 def test_an_open_session_blocks_no_worker():
     with Sandbox(1, SHORT) as sandbox, sandbox.session() as first, sandbox.session() as second:
         first.run("x = 1")

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import tiny_config
 
 from rstar2lab.rewards import ServiceFailure
 from rstar2lab.sandbox import Sandbox, SandboxError
@@ -25,6 +26,7 @@ from rstar2lab.sandbox.calls import Call, CallQueue, QueueFull, QueueTimeout
 from rstar2lab.sandbox.client import PaperDispatch, SandboxClient
 from rstar2lab.sandbox.server import check_address
 from rstar2lab.types import ToolStatus
+from rstar2lab.workbench import Workbench
 
 
 def free_port() -> int:
@@ -481,3 +483,18 @@ def test_no_program_ends_without_a_type(client, code, stdin):
     assert client.run(code, stdin, seconds=1).status in set(ToolStatus) - {
         ToolStatus.SERVICE_FAILURE
     }
+
+
+def test_a_workbench_rolls_out_against_a_service(address, cold_model):
+    """Same seeds, same model: the programs' results do not depend on where they run."""
+    found = []
+    for where in ("", address):
+        config = tiny_config(sandbox__address=where)
+        with Workbench(config, cold_model) as bench:
+            groups = bench.rollout(bench.train_problems[:2], 3, "key")
+            found.append([
+                (t.response_ids.tolist(), t.reward, [r.stdout for _, r in t.outcomes])
+                for g in groups for t in g.trajectories
+            ])  # fmt: skip
+    assert found[0] == found[1]
+    assert any(outcomes for *_, outcomes in found[0])

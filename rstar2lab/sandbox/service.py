@@ -122,10 +122,13 @@ class Sandbox:
         future = self._state.submit(self._run, code, stdin, time.monotonic(), seconds, echo)
         return await asyncio.wrap_future(future)
 
-    def session(self) -> "Session":
-        """A stateful session with a worker of its own; use it as a context manager."""
+    def session(self, idle_seconds: float = 600.0) -> "Session":
+        """A stateful session with a worker of its own; use it as a context manager.
+
+        After `idle_seconds` without a call its process ends; the next call says so.
+        """
         self._state.check_usable()
-        return Session(self, self._state)
+        return Session(self, self._state, idle_seconds)
 
     def close(self) -> None:
         """End all workers and wait for them; calls in progress become SERVICE_FAILURE."""
@@ -312,15 +315,22 @@ class _Tiers:
             state.close()
 
 
+_ENDED = "The session ended; its state is lost."
+_EXPIRED = "The session had expired; its state was lost, and this call started clean."
+
+
 class Session:
     """A stateful interpreter, like a notebook kernel: names, files and threads stay.
 
     Limits hold per call. After a time-out, a crash or a flood of output the state is gone: the
-    result's stderr says so, and the next call starts clean. One call at a time.
+    result's stderr says so, and the next call starts clean. So it is after a long pause, which the
+    next call's stderr says. One call at a time.
     """
 
-    def __init__(self, sandbox: Sandbox, state: _State):
+    def __init__(self, sandbox: Sandbox, state: _State, idle_seconds: float):
         self._sandbox = sandbox  # an open session keeps its sandbox alive
+        self._idle_seconds, self._has_expired = idle_seconds, False
+        self._timer: threading.Timer | None = None
         self._state = state
         self._lock = threading.Lock()
         self._is_closed = False
@@ -331,6 +341,7 @@ class Session:
         """Run one cell in the session's namespace. Raises: SandboxError when closed."""
         submitted = time.monotonic()
         with self._lock:
+            self._stop_timer()
             if self._is_closed:
                 raise SandboxError("this session is closed; open a new one with sandbox.session()")
             waited = time.monotonic() - submitted
@@ -343,8 +354,24 @@ class Session:
             except BaseException:
                 self._worker = _discard(self._worker)
                 raise
-        note = "" if raw.is_alive else "The session ended; its state is lost."
-        return to_result(raw, self._state.settings.limits, waited, note)
+            notes = [_EXPIRED] * self._has_expired + [_ENDED] * (not raw.is_alive)
+            self._has_expired = False
+            self._start_timer()
+        return to_result(raw, self._state.settings.limits, waited, " ".join(notes))
+
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self._idle_seconds, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._timer is threading.current_thread():  # no call came in between
+                self._worker, self._has_expired = _discard(self._worker), True
 
     async def arun(self, code: str, stdin: str = "") -> ToolResult:
         """Awaitable twin of `run`."""
@@ -353,6 +380,7 @@ class Session:
     def close(self) -> None:
         """End the session's process and whatever it started."""
         self._is_closed = True
+        self._stop_timer()
         self._worker = _discard(self._worker)
 
     def __enter__(self) -> "Session":
