@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 ARM_LABELS = {
     "dapo_no_tool": "DAPO, no tool",
@@ -193,6 +193,45 @@ def ablation(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray
                 ax.text(0.03, place, "–", transform=ax.get_yaxis_transform(), va="center")
         _from_zero(ax)
     return axes
+
+
+@style()
+def latency_under_load(df: pd.DataFrame, ax: Axes | None = None, *, capacity: float) -> Axes:
+    """Seconds until the answer against the calls offered per second (as Fig 6), mean and p99.
+
+    df: columns offered, mean, p99; one row per load. `capacity`: calls/s that were reached with
+    more waiting than could be served, as a dashed line.
+    """
+    ax = _axes(ax)
+    looks = {"mean": ("o-", ARM_COLORS["grpo_tool"]), "p99": ("s--", ARM_COLORS["grpo_roc"])}
+    for name, (marker, color) in looks.items():
+        ax.plot(df.offered, df[name], marker, color=color, markersize=4, label=name)
+    ax.axvline(capacity, color=_PAPER_COLOR, linewidth=0.9, linestyle=":", label="capacity")
+    ax.set(xlabel="calls offered per second", ylabel="seconds until the answer", yscale="log")
+    ax.set_xlim(left=0)
+    ax.legend(fontsize="small")
+    return ax
+
+
+@style()
+def answer_times(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """Share of the calls answered within a time, one line per way to dispatch.
+
+    df: columns dispatch, seconds; one row per call.
+    """
+    ax = _axes(ax)
+    for place, (name, rows) in enumerate(df.groupby("dispatch", sort=False)):
+        seconds = np.sort(rows.seconds.to_numpy())
+        share = np.arange(1, len(seconds) + 1) / len(seconds)
+        color = (ARM_COLORS["grpo_roc"], ARM_COLORS["grpo_tool"], *_OTHER_COLORS)[place]
+        ax.plot(seconds, share, color=color, linestyle=_loss_line(place), label=name)
+    ax.set(xlabel="seconds until the answer", ylabel="calls answered (%)", xscale="log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter(_percent())
+    ax.legend(fontsize="small")
+    return ax
 
 
 @style()

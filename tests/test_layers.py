@@ -15,7 +15,10 @@ PACKAGE = Path(__file__).parents[1] / "rstar2lab"
 LAYERS = {
     "words": ["types", "config", "extras"],
     "protocol": ["protocol"],
-    "pure": ["rewards", "roc", "grpo", "entropy", "logprobs", "stats", "data", "filters"],
+    "pure": [
+        *["rewards", "roc", "grpo", "entropy", "logprobs", "stats", "queueing"],
+        *["data", "filters"],
+    ],
     "owners": [
         *["sandbox", "engines", "scheduler", "learner", "muon", "verifier", "loaders"],
         *["runs", "nano", "templates"],

@@ -101,6 +101,14 @@ def difference_frame():
     return pd.DataFrame(rows, columns=columns)
 
 
+def load_frame():
+    return pd.DataFrame({"offered": [10, 40], "mean": [0.01, 0.2], "p99": [0.05, 1.0]})
+
+
+def answer_frame():
+    return pd.DataFrame({"dispatch": ["each", "each", "batch"], "seconds": [0.1, 0.4, 2.0]})
+
+
 def draw_all():
     """Every public figure function once, by name."""
     df = runs_frame()
@@ -110,6 +118,8 @@ def draw_all():
         "tool_errors_when_correct": plots.tool_errors_when_correct(errors),
         "ablation": plots.ablation(stats.seed_table(df, METRICS)),
         "differences": plots.differences(difference_frame()),
+        "latency_under_load": plots.latency_under_load(load_frame(), capacity=50),
+        "answer_times": plots.answer_times(answer_frame()),
         "keep_rates": plots.keep_rates(keep_frame()),
         "selectors": plots.selectors(selector_frame()),
         "reward_by_failed_calls": plots.reward_by_failed_calls(failed_calls_frame()),

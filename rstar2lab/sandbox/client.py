@@ -188,7 +188,7 @@ class SandboxClient:
             try:
                 async for index, result in self._ask([rows[i] for i in missing]):
                     found[missing[index]] = result
-            except (httpx.HTTPError, SandboxError) as trouble:
+            except (httpx.HTTPError, SandboxError, ValueError) as trouble:  # also half a line
                 error = trouble
         self.failures += len(rows) - len(found)
         lost = ToolResult(
