@@ -1,12 +1,16 @@
 """GRPO-RoC in the small: train, compare and look, from the command line.
 
-Start with `rstar2lab doctor`, then `rstar2lab reproduce`. Arms are the files in
-experiments/configs/arms: dapo_no_tool, grpo_tool, grpo_tool_2g_uniform, grpo_roc. Every value of
-the configuration can be set with `--set section.key=value`; the keys are those of
+Start with `rstar2lab doctor`, then `rstar2lab reproduce`. The arms, one small file each in
+experiments/configs/arms:
+- dapo_no_tool: no tool, as a baseline
+- grpo_tool: GRPO with a Python tool
+- grpo_tool_2g_uniform: twice the rollouts, half of them kept at random
+- grpo_roc: twice the rollouts, half of them kept by resample-on-correct
+
+Every value of the configuration can be set with `--set section.key=value`; the keys are those of
 experiments/configs/nano.toml and rstar2lab/config.py.
 """
 
-import json
 import os
 import shlex
 import sys
@@ -46,18 +50,26 @@ def reproduce(
 ) -> None:
     """Train the four arms at nano scale against a real sandbox; print the table, draw the figures.
 
-    Cold-starts the nano model (cached), runs every arm and seed through papermill, and executes the
-    notebooks on the results. Stop it at any time: the same command goes on where it was.
+    Cold-starts the nano model (once; kept in cold_start/ below --out), runs every arm and seed
+    through papermill, and executes the notebooks on the results. Stop it at any time: the same
+    command goes on where it was.
+
+    For example:
+    $ rstar2lab reproduce --smoke
+    $ rstar2lab reproduce --seeds 5 --require-isolation L3
 
     Args:
         smoke: walk the whole path in about a minute; the numbers mean nothing.
-        seeds: RL seeds per arm; intervals need at least 2, the committed results have 5.
+        seeds: how many RL seeds per arm; intervals need at least 2, the committed results have 5.
         out: where results go; runs/reproduce or runs/smoke by default.
         jobs: runs at the same time, one core each.
         require_isolation: refuse to start below this sandbox level.
     """
     from . import reproduction
+    from .config import ConfigError
 
+    if seeds < 1:
+        raise ConfigError(f"--seeds {seeds}: expected how many RL seeds each arm gets, at least 1")
     out = out or Path("runs") / ("smoke" if smoke else "reproduce")
     check_isolation(require_isolation)
     reproduction.run(NANO, out, seeds=range(seeds), jobs=jobs, settings=SMOKE if smoke else ())
@@ -72,10 +84,15 @@ def train(
     settings: Settings = (),
     require_isolation: Level | None = None,
 ) -> None:
-    """Train one arm with one seed. The cold start that it begins from is made once and kept.
+    """Train one arm with one seed.
 
-    Example: rstar2lab train grpo_roc --seed 1 --set run.steps=80 --out runs/mine/grpo_roc-s1
-    The cold start lies in cold_start/ beside the folder of the run folders: runs/cold_start.
+    It begins from a cold start, made when first needed and kept in cold_start/ beside the folder of
+    the run folders, here runs/cold_start.
+
+    For example:
+    $ rstar2lab train grpo_roc
+    $ rstar2lab train grpo_roc --seed 1 --set run.steps=80 --out runs/mine/grpo_roc-s1
+    $ rstar2lab train grpo_roc --resume
 
     Args:
         arm: a file in arms/ beside the configuration, such as grpo_roc.
@@ -89,21 +106,14 @@ def train(
     from tqdm.auto import tqdm
 
     from . import config as cfg
-    from . import grpo, runs, trainer
+    from . import grpo, reproduction, runs, trainer
 
     loaded = cfg.load(config, arm, _chosen(settings, {"run.seed": seed}))
     print(f"loss: {grpo.describe(loaded.loss)}")
     folder = out or Path("runs") / "train" / f"{arm}-s{seed}"
     trainer.check_run(loaded, runs.RunFolder(folder), resume=resume)
     check_isolation(require_isolation)
-    with tqdm(total=loaded.cold_start.steps, desc="cold start", unit="step") as bar:
-        bar.set_postfix_str("making the corpus")
-
-        def cold(row: dict) -> None:
-            _advance(bar, row["step"], loss=row["loss"])
-
-        model_path = trainer.initial_model(loaded, folder.parent.parent / "cold_start", cold)
-    print(f"starts from {model_path}")
+    model_path = reproduction.make_cold_start(loaded, runs.cold_start_dir(folder))
     with tqdm(total=loaded.run.steps, desc=f"{arm} seed {seed}", unit="step") as bar:
 
         def report(row: dict) -> None:
@@ -141,14 +151,16 @@ def sweep(
     Finished points are skipped, unfinished ones resume; parameters that the notebook does not
     declare are refused before anything runs.
 
-    Example: rstar2lab sweep --arms grpo_tool grpo_roc --seeds 0 1 2 --set optimizer.lr=5e-4
-             --label lr --out runs/mine
-    The cold start lies in cold_start/ beside the folder of the sweep: runs/cold_start.
+    The cold start is kept in cold_start/ beside --out, here runs/cold_start: `train` finds it too.
+
+    For example:
+    $ rstar2lab sweep --arms grpo_tool grpo_roc --seeds 0 1 2
+    $ rstar2lab sweep --arms grpo_roc --label slow --set optimizer.lr=5e-4 --plan
 
     Args:
         config: base configuration; its arms are the files in arms/ beside it.
-        arms: which of them; all by default.
-        seeds: RL seeds.
+        arms: which of them, such as grpo_tool grpo_roc; all by default.
+        seeds: the RL seeds themselves, such as 0 1 2.
         out: folder of the sweep, one run folder <arm>-s<seed> per point.
         jobs: points at the same time, one core each.
         settings: values for every point.
@@ -189,10 +201,12 @@ def evaluate(
 ) -> None:
     """Evaluate a nano checkpoint on held-out problems; accuracy with an interval over problems.
 
-    Example: rstar2lab evaluate experiments/results/ablation/grpo_roc-s0 --samples 8
+    For example:
+    $ rstar2lab evaluate experiments/results/ablation/grpo_roc-s0 --samples 8
+    $ rstar2lab evaluate runs/train/grpo_roc-s0 --temperature 0.6 --out rows.parquet
 
     Args:
-        model: a checkpoint folder, or a finished run folder.
+        model: a finished run folder (a cold start's too), or a checkpoint folder.
         config: base configuration (problems, chat format, limits); a run folder brings its own.
         arm: an arm whose chat format and limits apply.
         samples: k per problem.
@@ -210,18 +224,10 @@ def evaluate(
     chosen = _chosen(settings, {
         "run.seed": seed, "evaluation.samples": samples, "evaluation.temperature": temperature,
     })  # fmt: skip
-    is_run = (model / "metrics.jsonl").exists()
-    if is_run and config is None and arm is None:
-        recorded = json.loads((model / "config.json").read_text())
-        loaded = cfg.from_flat(cfg.flatten(recorded) | chosen)
-    else:
-        loaded = cfg.load(config or NANO, arm, chosen)
-    path = model / "model" if is_run else model
-    if is_run and not (model / "DONE.json").exists():
-        raise runs.RunError(
-            f"{model} is not finished, and the model is written at its end; continue the run with "
-            "the command in its provenance.json (a sweep resumes by itself, `train` with --resume)"
-        )
+    folder = runs.RunFolder(model)
+    path = folder.model_path() if folder.is_run else model
+    recorded = folder.configuration() if config is None and arm is None else None
+    loaded = cfg.from_flat(recorded | chosen) if recorded else cfg.load(config or NANO, arm, chosen)
     if loaded.chat.tools:
         check_isolation(None)
     rows = trainer.evaluate_checkpoint(loaded, path)
@@ -238,10 +244,11 @@ def figures(
 ) -> None:
     """Draw the figures of a sweep again from its run folders: PNG, SVG, and the numbers as CSV.
 
-    Example: rstar2lab figures --results experiments/results/ablation --out runs/figures
+    For example:
+    $ rstar2lab figures --results runs/reproduce/ablation --out runs/figures
 
     Args:
-        results: folder of a sweep.
+        results: folder of a sweep: its run folders <arm>-s<seed> lie directly in it.
         out: where the figures go.
     """
     from . import figures as drawing
@@ -252,6 +259,10 @@ def figures(
 
 def doctor(vllm: Path | None = None, template: str | None = None) -> None:
     """Check Python, torch, the sandbox, the verifier, the engine and the optional packages.
+
+    For example:
+    $ rstar2lab doctor
+    $ rstar2lab doctor --template Qwen/Qwen3-0.6B
 
     Args:
         vllm: a checkpoint folder: also load it in vLLM and compare log-probs.
@@ -285,7 +296,9 @@ def sandbox(
 
     Speaks the formats of code-judge (/run, /run/batch, /run/long-batch, /judge…) and SandboxFusion
     (/run_code), so that their clients work unchanged, and its own (/v1/calls, streamed).
-    Example: rstar2lab sandbox serve --port 8765 --workers 8
+
+    For example:
+    $ rstar2lab sandbox serve --port 8765 --workers 8
 
     Args:
         action: serve.

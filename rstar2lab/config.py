@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Run(_Section):
@@ -262,11 +262,15 @@ class Config(_Section):
             self.selection.keep,
             self.selection.selector,
         )
-        if self.model.heads % self.model.kv_heads or self.model.head_width % 2:
+        if self.model.heads % self.model.kv_heads:
             raise ValueError(
-                f"model.heads={self.model.heads} must be a multiple of model.kv_heads="
-                f"{self.model.kv_heads}, and model.head_width={self.model.head_width} even (RoPE "
-                "turns pairs)"
+                f"model.heads={self.model.heads} must be a multiple of "
+                f"model.kv_heads={self.model.kv_heads}: equally many heads share each key"
+            )
+        if self.model.head_width % 2:
+            raise ValueError(
+                f"model.head_width={self.model.head_width} must be even: positions turn pairs "
+                "of numbers (RoPE)"
             )
         if keep > n:
             raise ValueError(

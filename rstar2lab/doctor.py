@@ -119,15 +119,15 @@ def engine_gap(seed: int = 0) -> float:
 
 def vllm_check(model_path) -> Check:
     """Load a checkpoint in vLLM and compare log-probs with transformers'."""
+    return _guarded("vllm parity", lambda: _vllm_parity(model_path))
+
+
+def _vllm_parity(model_path) -> tuple[Verdict, str]:
     from .engines.vllm_parity import logprob_gap
 
-    limit = 1e-3
-    try:
-        gap = logprob_gap(model_path)
-    except extras.MissingExtra as error:
-        return Check("vllm parity", "FAIL", str(error))
+    gap, limit = logprob_gap(model_path), 1e-3
     text = f"vLLM against transformers: max |Δ log-prob| {gap:.1e} nats (limit {limit})"
-    return Check("vllm parity", "ok" if gap < limit else "FAIL", text)
+    return "ok" if gap < limit else "FAIL", text
 
 
 def template_checks(source) -> list[Check]:

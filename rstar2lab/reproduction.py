@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from . import ablation, figures, runs, sweep, trainer
+from . import ablation, figures, runs, sft, sweep, trainer
+from . import config as cfg
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 ON_RESULTS = ("11_ablation.ipynb",)  # notebooks that read a sweep's folder
@@ -53,7 +54,7 @@ def run_points(
     sweep.check_configurations(points)
     waiting = [point for point in points if not point.is_done]
     if waiting:
-        make_cold_start(waiting[0])
+        make_cold_start(waiting[0].load_config(), waiting[0].cold_start_dir)
     totals = {point.name: point.load_config().run.steps for point in points}
     steps = {point.name: point.steps_done() for point in points}
     with tqdm(
@@ -69,17 +70,21 @@ def run_points(
         sweep.run(points, jobs=jobs, template=template, report=report)
 
 
-def make_cold_start(point: sweep.Point) -> Path:
-    """The checkpoint that all points start from."""
-    config = point.load_config()
-    with tqdm(total=config.cold_start.steps, desc="cold start", unit="step") as bar:
+def make_cold_start(config: cfg.Config, cold_start_dir: str | Path) -> Path:
+    """The checkpoint that runs start from, made under a progress bar unless it is there; said."""
+    is_there = config.model.source != "cold_start" or sft.cached(config, cold_start_dir) is not None
+    with tqdm(
+        total=config.cold_start.steps, desc="cold start", unit="step", disable=is_there
+    ) as bar:
         bar.set_postfix_str("making the corpus")
 
         def report(row: dict) -> None:
             bar.update(row["step"] - bar.n)
             bar.set_postfix_str(f"loss {row['loss']:.3f}")
 
-        return trainer.initial_model(config, point.cold_start_dir, report)
+        path = trainer.initial_model(config, cold_start_dir, report)
+    print(f"starts from {path}")
+    return path
 
 
 def run_notebooks(results: Path, out: Path) -> list[Path]:

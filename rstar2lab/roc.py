@@ -22,9 +22,7 @@ Choice = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 """`choose(penalties_N, size, rng)`: positions of the `size` chosen among N."""
 
 Lengths = Sequence[float] | np.ndarray | Mapping[str, Sequence[float]]
-Selector = Callable[
-    [np.ndarray, np.ndarray, int, np.random.Generator, Lengths | None], np.ndarray
-]
+Selector = Callable[[np.ndarray, np.ndarray, int, np.random.Generator, Lengths | None], np.ndarray]
 """`select(rewards_N, penalties_N, keep, rng, info_N)`: ascending indices of the rollouts kept."""
 
 
@@ -221,14 +219,12 @@ def resample_on_correct(
     rng: np.random.Generator,
     choose: Choice = inverse_penalty_choice,
     floors: tuple[int, int] = (0, 0),
-    info_N: Lengths | None = None,
 ) -> np.ndarray:
     """Keep `keep` of N rollouts, failures uniformly and successes by `choose` (§2.2.3).
 
     A reward > 0 is a success. |Ô_neg| = ⌊|O_neg| · keep / N⌋, |Ô_pos| = keep − |Ô_neg|; penalties
     of failures are never read. floors: least (successes, failures) to keep; with (0, 0) a lone
-    failure is dropped and the group has zero advantage. `info_N` is accepted so that selectors can
-    be called alike, and not used.
+    failure is dropped and the group has zero advantage.
     Returns ascending indices, length `keep`.
     Differs from the release: one rounding and a draw; see `SELECTORS["roc_release"]`.
 
@@ -264,30 +260,27 @@ def _checked(rewards_N: np.ndarray, keep: int) -> np.ndarray:
         raise ValueError(f"keep must be at least 1, found {keep}")
     if keep > len(rewards_N):
         raise ValueError(
-            f"keep={keep} but the group has only {len(rewards_N)} rollouts; "
-            "raise rollouts_per_problem or lower keep"
+            f"keep={keep} but rewards_N holds only {len(rewards_N)} rollouts; "
+            "sample more of them or lower keep"
         )
     return rewards_N
 
 
+# --- selectors: six functions of one signature ----------------------------------------------------
+
+Array, Rng = np.ndarray, np.random.Generator
+
+
 def _roc_paper(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """RoC as the paper states it (§2.2.3)."""
     return resample_on_correct(rewards_N, penalties_N, keep, rng)
 
 
 def _roc_release(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """RoC as released: successes sorted by penalty, first failures, floors of 2; deterministic."""
     successes, failures = _split(rewards_N, penalties_N, keep)
     num_failures = _release_failure_quota(len(successes), len(failures), keep)
@@ -297,35 +290,23 @@ def _roc_release(
 
 
 def _uniform(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """Uniform over the whole group: separates the selection from the extra sampling (control)."""
     return np.sort(uniform_choice(_checked(rewards_N, keep), keep, rng))
 
 
 def _gfpo_length(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """GFPO (arXiv 2508.09726): the shortest responses, right or wrong; ties in rollout order."""
     lengths_N = _lengths(info_N, _checked(rewards_N, keep))
     return np.sort(np.argsort(lengths_N, kind="stable")[:keep])
 
 
 def _gfpo_efficiency(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """GFPO by token efficiency: the highest reward per token; ties in rollout order."""
     rewards_N = _checked(rewards_N, keep)
     efficiency_N = rewards_N / np.maximum(_lengths(info_N, rewards_N), 1)
@@ -333,12 +314,8 @@ def _gfpo_efficiency(
 
 
 def _all(
-    rewards_N: np.ndarray,
-    penalties_N: np.ndarray,
-    keep: int,
-    rng: np.random.Generator,
-    info_N: Lengths | None = None,
-) -> np.ndarray:
+    rewards_N: Array, penalties_N: Array, keep: int, rng: Rng, info_N: Lengths | None = None
+) -> Array:
     """Every rollout, whatever `keep` says: the baseline without selection."""
     return np.arange(len(rewards_N))
 

@@ -167,6 +167,35 @@ class RunFolder:
             for path in (self.path / folder).glob(f".*{_PARTIAL}"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def model_path(self) -> Path:
+        """The checkpoint folder that a finished run leaves.
+
+        Raises: RunError: the run is not finished.
+        """
+        if not self.is_done:
+            raise RunError(
+                f"{self.path} is not finished, and the model is written at its end; continue the "
+                "run with the command in its provenance.json (a sweep resumes by itself, `train` "
+                "with --resume)"
+            )
+        return self.path / "model"
+
+    def configuration(self) -> dict | None:
+        """The recorded values by `section.key`; None if there are none, or not a whole run's.
+
+        A cold start records only what decides its weights.
+        """
+        path = self.path / "config.json"
+        if not self.is_run or not path.exists():
+            return None
+        flat = cfg.flatten(json.loads(path.read_text()))
+        return flat if "run.steps" in flat else None
+
+    @property
+    def is_run(self) -> bool:
+        """True for a run's folder, finished or not; a checkpoint's has no provenance."""
+        return (self.path / "provenance.json").exists()
+
     @property
     def is_done(self) -> bool:
         return (self.path / "DONE.json").exists()
@@ -323,6 +352,14 @@ def relative(path: str | Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
+def cold_start_dir(run_folder: str | Path) -> Path:
+    """Where a run looks for its cold start: `cold_start/` beside the folder of the run folders.
+
+    `runs/train/grpo_roc-s0` and `runs/sweep/grpo_roc-s0` share `runs/cold_start`.
+    """
+    return Path(run_folder).parent.parent / "cold_start"
+
+
 def command_line() -> str:
     """The command that started this process, as a person would type it."""
     name = Path(sys.argv[0]).name
@@ -338,7 +375,7 @@ def metrics_frame(path: str | Path) -> pd.DataFrame:
     for file in sorted(Path(path).glob("**/metrics.jsonl")):
         folder = RunFolder(file.parent)
         arm, _, seed = file.parent.name.rpartition("-s")
-        if not (arm and seed.isdigit()):
+        if not (arm and seed.isdecimal()):
             continue
         frame = pd.DataFrame(folder.rows())
         never = [c for c in frame if frame[c].isna().all()]  # a rate that never had a denominator

@@ -66,9 +66,15 @@ class Point:
         words += ["--label", self.label] if self.label else []
         for setting in self.settings:
             words += ["--set", setting]
+        for name, value in self.parameters.items():
+            words += ["--parameter", f"{name}={json.dumps(value)}"]
         return shlex.join(words)
 
     def notebook_parameters(self) -> dict:
+        return self.own_parameters() | self.parameters
+
+    def own_parameters(self) -> dict:
+        """The parameters that the sweep itself sets: what makes this point this point."""
         return {
             "config": self.config,
             "arm": self.arm,
@@ -77,7 +83,7 @@ class Point:
             "cold_start_dir": self.cold_start_dir,
             "settings": list(self.settings),
             "command": self.command,
-        } | self.parameters
+        }
 
 
 def grid(
@@ -96,14 +102,10 @@ def grid(
 
     Raises:
         cfg.ConfigError: a point's configuration is not valid.
-        SweepError: no arm, no seed, or one of them twice; a label that is no word.
+        SweepError: no arm, no seed, or one of them twice; a label that is no word; a parameter
+            that the sweep itself sets.
     """
     cfg.read_toml(config)
-    if owned := sorted({"config", "arm", "seed", "folder", "settings"} & set(parameters or {})):
-        raise SweepError(
-            f"the sweep itself sets {', '.join(owned)} for every point; use --seeds, --arms, --set "
-            "or --out"
-        )
     if label and not re.fullmatch(r"\w+", label, re.ASCII):
         raise SweepError(f"label {label!r}: expected letters, digits and underscores")
     if not arms or not seeds or len(set(seeds)) < len(seeds) or len(set(arms)) < len(arms):
@@ -111,21 +113,26 @@ def grid(
             f"expected distinct arms and seeds, at least one each; found arms {list(arms)}, "
             f"seeds {list(seeds)}"
         )
-    out, config = Path(out), runs.relative(config)
+    out, config, suffix = Path(out), runs.relative(config), f"_{label}" if label else ""
+    folders = {(arm, seed): out / f"{arm}{suffix}-s{seed}" for seed in seeds for arm in arms}
     points = [
         Point(
             arm,
             seed,
             config,
-            str(out / f"{arm}{'_' if label else ''}{label}-s{seed}"),
-            str(out.parent / "cold_start"),
+            str(folder),
+            str(runs.cold_start_dir(folder)),
             tuple(settings),
             dict(parameters or {}),
             label,
         )
-        for seed in seeds
-        for arm in arms
+        for (arm, seed), folder in folders.items()
     ]
+    if owned := sorted(points[0].own_parameters().keys() & points[0].parameters.keys()):
+        raise SweepError(
+            f"the sweep itself sets {', '.join(owned)} for every point; use --config, --arms, "
+            "--seeds, --set or --out"
+        )
     for point in points:
         point.load_config()
     return points
@@ -135,13 +142,13 @@ def check_parameters(template: str | Path, parameters: dict) -> None:
     """Refuse names that the notebook's parameters cell does not declare; papermill would only warn.
 
     Raises:
-        SweepError: with the unknown names and the declared ones.
+        SweepError: with the unknown names and the declared ones; or it is no notebook.
     """
     import papermill
 
     try:
         declared = papermill.inspect_notebook(str(template))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind: the reader takes any JSON for a notebook
         raise SweepError(f"{template} is not a notebook that can be read: {error}") from error
     unknown = sorted(set(parameters) - set(declared))
     if unknown or not declared:

@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
 from .rewards import ServiceFailure, Verdict
@@ -80,11 +79,6 @@ class Verifier:
                     raise
                 return self._give_back(worker, verdict)
         raise AssertionError("unreachable")
-
-    def check_many(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
-        """Compare (prediction, gold) pairs, `workers` at a time, in order."""
-        with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(lambda pair: self.check(*pair), pairs))
 
     def close(self) -> None:
         """End the idle workers; busy ones end with their answer. Idempotent."""

@@ -1,5 +1,6 @@
 """The command line: help that teaches, faults as one message, an interrupt that can be resumed."""
 
+import functools
 import inspect
 import json
 import os
@@ -15,7 +16,7 @@ import pandas as pd
 import pytest
 from tiny import tiny_config
 
-from rstar2lab import cli, extras, runs
+from rstar2lab import ablation, cli, extras, runs, sft, sweep
 from rstar2lab import config as cfg
 
 ROOT = Path(cli.__file__).parents[1]
@@ -60,6 +61,32 @@ def test_every_command_s_help_says_what_it_does_and_explains_each_argument(
             assert "".join(explanation.split())[:30] in shown, name
 
 
+def examples() -> list[str]:
+    docs = "\n".join(command.__doc__ for command in cli.COMMANDS.values())
+    return re.findall(r"^ +\$ rstar2lab (.*)$", docs, re.MULTILINE)
+
+
+def test_every_command_has_an_example():
+    assert {line.split()[0] for line in examples()} == set(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("line", examples())
+def test_an_example_of_the_help_is_a_line_of_it_and_a_valid_command(monkeypatch, capsys, line):
+    words, given = shlex.split(line), []
+    _, out, _ = call(monkeypatch, capsys, words[0], "--help")
+    assert f"$ rstar2lab {line}" in out.splitlines()
+    command = functools.wraps(cli.COMMANDS[words[0]])(lambda **values: given.append(values))
+    monkeypatch.setitem(cli.COMMANDS, words[0], command)
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 0 and len(given) == 1, err
+
+
+def test_the_help_names_every_arm(monkeypatch, capsys):
+    _, out, _ = call(monkeypatch, capsys, "--help")
+    assert re.findall(r"^- (\w+):", out, re.MULTILINE) == list(ablation.ARMS)
+    assert sorted(ablation.ARMS) == sweep.arm_names(cli.NANO)
+
+
 # --- faults --------------------------------------------------------------------------------------
 
 
@@ -75,6 +102,14 @@ def test_a_typo_in_a_setting_names_the_nearest_key_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"cells": 3, "nbformat": 4}'])
+def test_a_file_that_is_no_notebook_is_no_template(monkeypatch, capsys, tmp_path, text):
+    (tmp_path / "odd.ipynb").write_text(text)
+    words = ("sweep", "--template", tmp_path / "odd.ipynb", "--out", tmp_path / "s", "--plan")
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 2 and "odd.ipynb is not a notebook that can be read" in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -88,12 +123,14 @@ def test_a_typo_in_a_setting_names_the_nearest_key_before_anything_runs(
         (["train", "grpo_roc", "--set", "optimizer.lr=inf"], "optimizer.lr"),
         (["train", "grpo_roc", "--set", "model.heads=3", "--set", "model.kv_heads=2"],
          "must be a multiple of model.kv_heads=2"),
-        (["train", "grpo_roc", "--set", "model.head_width=31"], "model.head_width=31 even"),
+        (["train", "grpo_roc", "--set", "model.head_width=31"], "model.head_width=31 must be even"),
         (["sweep", "--parameter", "seed=5", "--plan"], "the sweep itself sets seed"),
+        (["sweep", "--parameter", "cold_start_dir=x", "--plan"], "itself sets cold_start_dir"),
         (["sweep", "--template", "no.ipynb", "--plan"], "no.ipynb is not a notebook"),
         (["sweep", "--template", str(cli.NANO), "--plan"], "is not a notebook that can be read"),
         (["sweep", "--jobs", "0", "--arms", "grpo_roc"], "jobs=0, expected at least 1"),
-        (["reproduce", "--seeds", "0"], "at least one each"),
+        (["reproduce", "--seeds", "0"], "expected how many RL seeds each arm gets, at least 1"),
+        (["reproduce", "--jobs", "0"], "jobs=0, expected at least 1"),
         (["evaluate", "nothing"], "no checkpoint at nothing"),
     ],
 )  # fmt: skip
@@ -140,16 +177,24 @@ def test_isolation_below_what_is_required_is_refused_and_a_weak_one_is_announced
     assert capsys.readouterr().out == "sandbox isolation L4\n"
 
 
-def test_an_unfinished_run_has_no_model_to_evaluate_yet(monkeypatch, capsys, tmp_path):
-    (tmp_path / "config.json").write_text(cfg.to_json(tiny_config()))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    code, _, err = call(monkeypatch, capsys, "evaluate", str(tmp_path))
+@pytest.mark.parametrize("rows", [[], [{"step": 0}]])
+def test_an_unfinished_run_has_no_model_to_evaluate_yet(monkeypatch, capsys, tmp_path, rows):
+    folder = runs.RunFolder(tmp_path / "grpo_roc-s0")
+    folder.open(cfg.to_json(tiny_config()), command="", scale="", resume=False)
+    for row in rows:
+        folder.append_row(row)
+    folder.close()
+    code, _, err = call(monkeypatch, capsys, "evaluate", folder.path)
     assert code == 2 and "is not finished" in err and "--resume" in err
 
 
-def test_the_doctor_goes_on_when_vllm_is_missing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(extras, "is_installed", lambda package: package != "vllm")
-    code, out, _ = call(monkeypatch, capsys, "doctor", "--vllm", str(tmp_path))
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_the_doctor_goes_on_when_vllm_is_missing_or_cannot_load(
+    monkeypatch, capsys, tmp_path, is_installed
+):
+    monkeypatch.setattr(extras, "is_installed", lambda package: is_installed)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # its import raises
+    code, out, _ = call(monkeypatch, capsys, "doctor", "--vllm", tmp_path)
     assert code == 1 and "FAIL  vllm parity" in out and "sandbox" in out
 
 
@@ -196,6 +241,23 @@ def test_evaluate_prints_the_table_and_writes_the_rows(
     assert len(pd.read_parquet(out)) == 8
 
 
+def test_a_run_folder_brings_its_configuration_and_a_cold_start_s_takes_the_base_s(
+    monkeypatch, capsys, tmp_path, config_file, cold_model
+):
+    run = tmp_path / "grpo_roc-s0"
+    run.mkdir()
+    (run / "config.json").write_text(cfg.to_json(tiny_config(run__scale="of the run")))
+    (run / "provenance.json").write_text("{}")
+    (run / "DONE.json").write_text("{}")
+    (run / "model").symlink_to(cold_model)
+    code, said, _ = call(monkeypatch, capsys, "evaluate", run, "--samples", 1)
+    assert code == 0 and "4 samples, temperature 1.0, of the run" in said
+    monkeypatch.setattr(cli, "NANO", config_file)
+    assert cold_model.parent.name == f"nano-{sft.cache_key(tiny_config())}"
+    code, said, _ = call(monkeypatch, capsys, "evaluate", cold_model.parent, "--samples", 1)
+    assert code == 0 and "4 samples, temperature 1.0, test" in said
+
+
 def test_train_makes_a_run_and_refuses_to_overwrite_it(
     monkeypatch, capsys, tmp_path, config_file, cold_start_dir
 ):
@@ -203,8 +265,9 @@ def test_train_makes_a_run_and_refuses_to_overwrite_it(
     out = tmp_path / "train" / "grpo_roc-s3"
     words = ["train", "grpo_roc", "--config", config_file, "--seed", 3, "--out", out]
     words += ["--set", "run.steps=1", "--set", "run.scale=two words"]
-    code, said, _ = call(monkeypatch, capsys, *words)
+    code, said, err = call(monkeypatch, capsys, *words)
     assert code == 0 and f"done: {out}" in said
+    assert f"starts from {tmp_path / 'cold_start'}" in said and "corpus" not in err
     provenance = json.loads((out / "provenance.json").read_text())
     assert shlex.split(provenance["command"]) == ["rstar2lab", *map(str, words)]
     assert provenance["scale"] == "two words"

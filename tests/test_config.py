@@ -1,5 +1,6 @@
 """Configurations: what is refused and how it is said, arms, settings, the paper's numbers."""
 
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -27,6 +28,11 @@ NO_TOOL_MAY_CHANGE = {
 def nano(**changes) -> cfg.Config:
     """The nano configuration; `loss__ddof=1` sets `loss.ddof`."""
     return cfg.load(NANO, settings={key.replace("__", "."): v for key, v in changes.items()})
+
+
+def field(key: str):
+    section, name = key.split(".")
+    return cfg.Config.model_fields[section].annotation.model_fields[name]
 
 
 def differences(one: cfg.Config, other: cfg.Config) -> set[str]:
@@ -105,12 +111,30 @@ def test_every_fault_is_told_at_once():
             "max_response_tokens=512 leaves no room for the prompt",
         ),
         ({"problems__train": 4}, "prompts_per_step=8 exceeds problems.train=4"),
+        ({"model__kv_heads": 2}, "model.heads=3 must be a multiple of model.kv_heads=2"),
+        ({"model__head_width": 31}, "model.head_width=31 must be even"),
     ],
 )
 def test_values_that_do_not_fit_together_say_what_to_do(changes, message):
     with pytest.raises(cfg.ConfigError) as caught:
         nano(**changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_number_may_be_infinite_or_missing(value):
+    floats = [key for key in cfg.known_keys() if "float" in str(field(key).annotation)]
+    assert {"optimizer.lr", "loss.dual_clip", "model.rope_base"} < set(floats)
+    for key in floats:
+        with pytest.raises(cfg.ConfigError, match=f"{key}: Input should be"):
+            cfg.load(NANO, settings={key: value})
+
+
+def test_yes_is_no_number_and_one_is_no_yes():
+    with pytest.raises(cfg.ConfigError) as caught:
+        nano(run__steps=True, optimizer__lr=True, chat__tools=1)
+    for key in ("run.steps", "optimizer.lr", "chat.tools"):
+        assert f"{key}: Input should be a valid" in str(caught.value)
 
 
 def test_a_configuration_cannot_be_changed_in_place():

@@ -298,7 +298,7 @@ def test_uniform_ignores_rewards():
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ValueError, match="keep=16 but the group has only 12 rollouts; raise"):
+    with pytest.raises(ValueError, match="keep=16 but rewards_N holds only 12 rollouts"):
         roc.resample_on_correct(np.ones(12), np.zeros(12), 16, rng())
     with pytest.raises(ValueError, match="no reward"):
         roc.resample_on_correct([1, None], np.zeros(2), 1, rng())

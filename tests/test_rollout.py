@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import SlowFirst
 
-from rstar2lab import protocol, rewards, roc, verifier
+from rstar2lab import config, protocol, rewards, roc, trainer, verifier
 from rstar2lab import rollout as rollouts
 from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.protocol import render_call
@@ -391,6 +391,20 @@ def test_the_reward_scores_the_answers_that_the_format_penalty_counts(
     assert roc.penalty_terms(scored, "paper").format == roc.format_penalty(
         answers, len(trajectory.turns)
     )
+
+
+def test_a_right_answer_before_the_turn_limit_counts_and_no_overlong_filter_takes_it(
+    tokens, environment, problem
+):
+    """Truncated is one thing for the reward and for the filter: a token budget ran out."""
+    both = r"<answer>\boxed{42}</answer>" + render_call("print(42)") + STOP
+    short, _ = play(tokens, environment, both, ANSWER, max_turns=1)
+    long, _ = play(tokens, environment, both, max_response_tokens=len(tokens.encode(both)) - 1)
+    assert (short.stop, long.stop) == (StopReason.MAX_TURNS, StopReason.LENGTH)
+    scored = [rollouts.score(t, problem) for t in (short, long)]
+    assert [(t.reward, t.reason) for t in scored] == [(1.0, "exact_integer"), (0.0, "truncated")]
+    samples = trainer.credited(scored, config.Loss(overlong="filter"), 400)
+    assert [s.num_trained_tokens for s in samples] == [short.num_trained_tokens, 0]
 
 
 def test_a_truncated_trajectory_scores_zero_even_with_a_closed_answer(tokens, environment, problem):

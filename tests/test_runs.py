@@ -146,7 +146,7 @@ def test_only_a_run_s_own_half_written_files_are_removed(tmp_path):
 
 
 def test_folders_that_are_no_runs_are_left_out_of_the_metrics(tmp_path):
-    for name in ("grpo_roc_hard-s3", "x-sfoo", "notes"):
+    for name in ("grpo_roc_hard-s3", "x-sfoo", "x-s²", "notes"):
         folder = opened(tmp_path / name)
         folder.append_row({"step": 0, "eval_accuracy": 0.5})
         folder.close()
@@ -211,6 +211,11 @@ def test_the_metrics_of_many_runs_are_one_frame_with_arm_and_seed(tmp_path):
     assert set(frame.sweep) == {"ablation"}
     assert len(runs.metrics_frame(tmp_path / "ablation" / "grpo_tool-s0")) == 1
     assert runs.metrics_frame(tmp_path / "nothing").empty
+
+
+def test_runs_of_sibling_folders_share_their_cold_starts():
+    found = {runs.cold_start_dir(f"runs/{name}/a-s0") for name in ("train", "sweep")}
+    assert found == {Path("runs/cold_start")}
 
 
 # --- parts ---------------------------------------------------------------------------------------

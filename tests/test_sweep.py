@@ -70,11 +70,16 @@ def test_the_first_seed_of_every_arm_comes_before_the_second(config_file, tmp_pa
 
 def test_a_point_s_command_makes_the_same_point_again(config_file, tmp_path, monkeypatch):
     settings = ("run.scale=nano, two words", "optimizer.lr=1e-4")
-    point = points(config_file, tmp_path, settings=settings, label="lr_low")[1]
+    parameters = {"note": 'it\'s "so"', "ratio": 0.5, "deep": True, "levels": [1, 2]}
+    point = points(
+        config_file, tmp_path, settings=settings, label="lr_low", parameters=parameters
+    )[1]
     words, made = shlex.split(point.command), []
     monkeypatch.setattr(sys, "argv", [*words, "--plan"])
     monkeypatch.setattr(sweep, "status", lambda found: made.extend(found) or [])
+    monkeypatch.setattr(sweep, "check_parameters", lambda template, given: None)
     cli.main()
+    assert [p.parameters for p in made] == [parameters]
     assert [p.load_config() for p in made] == [point.load_config()]
     assert [Path(p.folder) for p in made] == [Path(point.folder)]
     assert point.name == "grpo_tool_lr_low-s0" and point.arm == "grpo_tool"
@@ -93,6 +98,14 @@ def test_a_configuration_that_cannot_run_is_refused_when_the_grid_is_made(config
         points(config_file, tmp_path, settings=("selection.keep=9",))
     with pytest.raises(config.ConfigError, match="found there: grpo_roc, grpo_tool"):
         points(config_file, tmp_path, arms=("gspo",))
+
+
+def test_every_parameter_that_the_sweep_itself_sets_is_refused(config_file, tmp_path):
+    own = points(config_file, tmp_path)[0].notebook_parameters()
+    assert {"arm", "seed", "folder", "cold_start_dir", "settings", "command"} < set(own)
+    for name in own:
+        with pytest.raises(SweepError, match=f"the sweep itself sets {name} for every point"):
+            points(config_file, tmp_path, parameters={name: 5})
 
 
 def test_an_undeclared_parameter_is_refused_before_anything_runs(config_file, tmp_path, template):

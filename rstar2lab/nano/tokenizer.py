@@ -99,11 +99,6 @@ class FileTokenizer:
     def vocabulary_size(self) -> int:
         return self._special.get_vocab_size()
 
-    @property
-    def tag_ids(self) -> dict[str, int]:
-        """The added tokens, special or not, that `special=False` never produces."""
-        return dict(self._tags)
-
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids. `special=False`: no added token, though the text may spell one.
 
