@@ -16,15 +16,16 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
 from rstar2lab.rewards import ServiceFailure
 from rstar2lab.sandbox import Sandbox, SandboxError
-from rstar2lab.sandbox.calls import Call, CallQueue, QueueFull, QueueTimeout
+from rstar2lab.sandbox.calls import Call, CallQueue, QueueFull
 from rstar2lab.sandbox.client import PaperDispatch, SandboxClient
-from rstar2lab.sandbox.server import check_address
+from rstar2lab.sandbox.server import Service, check_address
 from rstar2lab.types import ToolStatus
 from rstar2lab.workbench import Workbench
 
@@ -241,6 +242,7 @@ def test_a_token_is_checked_everywhere_but_at_the_door(tmp_path):
 
 def test_the_client_gives_what_a_local_sandbox_gives(client):
     programs = ["6*7", "print(input())", "1/0", "x = 1;", "import sys; sys.exit(3)", "'é' * 3"]
+    programs += ["print('\ud83d')", "print(len('\ud83d'))"]  # as JSON escapes of models may say
     with Sandbox(workers=1) as local:
         for program in programs:
             far, near = client.run(program, "in"), local.run(program, "in")
@@ -295,9 +297,9 @@ def test_the_paper_s_dispatch_waits_for_the_slowest_of_a_batch_and_loses_nothing
 
 
 def test_answers_are_verified_by_the_service(client):
-    assert client.verify("0.5", r"\frac{1}{2}").correct
-    assert client.verify("42", "42").reason == "exact_integer"
-    assert not client.verify("41", "42").correct
+    assert client.check("0.5", r"\frac{1}{2}").correct
+    assert client.check("42", "42").reason == "exact_integer"
+    assert not client.check("41", "42").correct
 
 
 def test_no_service_is_a_clear_error_and_a_lost_one_never_a_program_s_error():
@@ -310,7 +312,7 @@ def test_no_service_is_a_clear_error_and_a_lost_one_never_a_program_s_error():
             result = client.run("6*7")
             assert result.status is ToolStatus.SERVICE_FAILURE and "2 attempts" in result.stderr
             with pytest.raises(ServiceFailure):
-                client.verify("0.5", "1/2")
+                client.check("0.5", "1/2")
             assert (client.retries, client.failures) == (1, 1)
 
 
@@ -403,57 +405,114 @@ def test_a_killed_server_that_comes_back_answers_every_call(calls):
 def test_the_queue_is_bounded_in_calls_and_bytes_and_counts_what_it_refuses():
     async def main(sandbox):
         queue = CallQueue(sandbox, most_calls=3, most_bytes=1000)
-        futures = [queue.submit(Call("1")) for _ in range(3)]
-        with pytest.raises(QueueFull, match="holds 3 waiting calls"):
-            queue.submit(Call("1"))
+        futures = queue.submit([Call("1"), Call("2")])
+        with pytest.raises(QueueFull, match="holds 2 waiting calls"):
+            queue.submit([Call("3")] * 2)  # all or none
+        with pytest.raises(ValueError, match="send them in parts"):
+            queue.submit([Call("3")] * 4)
+        futures += queue.submit([Call("3")])
         queue.start()
-        assert [(await f).stdout for f in futures] == ["1\n"] * 3
-        with pytest.raises(QueueFull):
-            queue.submit(Call("#" * 1001))
+        assert [(await f).result.stdout for f in futures] == ["1\n", "2\n", "3\n"]
+        with pytest.raises(ValueError, match="1001 bytes"):
+            queue.submit([Call("#" * 1001)])
         assert (queue.counters.accepted, queue.counters.refused) == (3, 2)
         await queue.drain()
         assert queue.held_bytes == 0
         with pytest.raises(QueueFull, match="is ending"):
-            queue.submit(Call("1"))
+            queue.submit([Call("1")])
 
     with Sandbox(workers=1) as sandbox:
         asyncio.run(main(sandbox))
 
 
-def test_a_call_that_waited_too_long_is_not_run():
+def test_a_call_that_waited_too_long_is_not_run_and_nor_is_one_whose_caller_has_gone():
     async def main(sandbox):
         queue = CallQueue(sandbox)
-        slow = queue.submit(Call("import time; time.sleep(0.4)"))
-        late = queue.submit(Call("1", queue_seconds=0.1))
+        slow = Call("import time; time.sleep(0.4)")
+        calls = [slow, Call("1", queue_seconds=0.1), Call("2"), Call("3", id="three")]
+        futures = queue.submit(calls)
         queue.start()
-        assert (await slow).status is ToolStatus.OK
-        with pytest.raises(QueueTimeout, match="was not run"):
-            await late
-        assert queue.counters.queue_timeouts == 1
-        assert queue.counters.statuses == {"OK": 1}
+        queue.abandon(calls[1:], futures[1:])
+        queue.abandon(calls[2:], futures[2:])
+        more = queue.submit([Call("4", queue_seconds=0.1)])
+        ended = [await f for f in futures + more]
+        assert [e.was_run for e in ended] == [True, False, False, True, False]
+        assert ended[4].result.status is ToolStatus.SERVICE_FAILURE
+        assert "waited longer than 0.1 s" in ended[4].result.stderr
+        assert ended[4].result.queue_seconds > 0.3
+        assert queue.counters.not_run == {"abandoned": 2, "overdue": 1}
+        assert queue.counters.statuses == {"OK": 2}  # an id can be asked for again
         await queue.drain()
+        assert queue.held_bytes == 0
 
     with Sandbox(workers=1) as sandbox:
         asyncio.run(main(sandbox))
+
+
+def test_a_service_that_is_full_is_waited_for():
+    """Back-pressure: a refused call is sent again until it fits; it is nobody's failure."""
+
+    async def main(sandbox):
+        service = Service(CallQueue(sandbox, most_calls=4))
+        server = uvicorn.Server(uvicorn.Config(service, port=port, log_level="warning"))
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        results = await asyncio.to_thread(calls, f"http://127.0.0.1:{port}")
+        server.should_exit = True
+        await task
+        return results, service.queue.counters
+
+    def calls(address):
+        with SandboxClient(address, attempts=1) as client, ThreadPoolExecutor(8) as pool:
+            programs = [f"import time; time.sleep(0.2); {i}" for i in range(8)]
+            return list(pool.map(client.run, programs))
+
+    port = free_port()
+    with Sandbox(workers=1) as sandbox:
+        results, counters = asyncio.run(main(sandbox))
+    assert [r.stdout for r in results] == [f"{i}\n" for i in range(8)]
+    assert counters.refused > 0 and counters.accepted == 8
+
+
+def test_a_program_whose_caller_hung_up_is_not_started():
+    """A trainer's client that gives up and asks again must not find the queue full of its past."""
+    with running() as (address, _):
+        batch = [{"type": "python", "solution": "import time; time.sleep(0.3)"}] * 60
+        body = {"type": "batch", "submissions": batch}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/run/long-batch", json=body, timeout=0.5)
+        assert post(address, "/run", {"solution": "1"}).json()["success"]
+        text = httpx.get(f"{address}/metrics").text
+        (line,) = [x for x in text.splitlines() if x.startswith("sandbox_not_run_calls_total{")]
+        assert line.startswith('sandbox_not_run_calls_total{reason="abandoned"}')
+        assert float(line.split()[1]) >= 40  # 3 workers, half a second
+
+
+def resident_mb(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("code", ["import time; time.sleep(0.01)", "print(6*7)"])
-def test_45_000_calls_at_once_are_all_answered_in_order_within_bounded_memory(code):
-    """The paper's calls of one training step (§3.1), accepted in one go."""
-
-    async def main(sandbox):
-        queue = CallQueue(sandbox)
-        futures = [queue.submit(Call(f"{code}\n{i}")) for i in range(45_000)]
-        assert queue.waiting == 45_000 and queue.held_bytes < 10_000_000
-        queue.start()
-        results = await asyncio.gather(*futures)
-        await queue.drain()
-        return results
-
-    with Sandbox(workers=8) as sandbox:
-        results = asyncio.run(main(sandbox))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("work", ["import time; time.sleep(0.01)", "print(6*7)"])
+def test_45_000_calls_at_once_are_all_answered_in_order_within_bounded_memory(work):
+    """The paper's calls of one training step (§3.1), all accepted before the first is missed."""
+    with running("--workers", "8") as (address, server), SandboxClient(address) as client:
+        before, most = resident_mb(server.pid), 0
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(client.run_many, [f"{work}\n{i}" for i in range(45_000)])
+            while not found.done():
+                status = httpx.get(f"{address}/status", timeout=60).json()
+                most = max(most, status["queue"])
+                time.sleep(0.1)
+        results = found.result()
+        after = resident_mb(server.pid)
     assert [int(r.stdout.split()[-1]) for r in results] == list(range(45_000))
+    assert status["accepted"] == 45_000 and status["refused"] == 0
+    assert most > 40_000
+    assert after - before < 400, f"{before:.0f} MB before, {after:.0f} MB after"
 
 
 # --- nonsense -------------------------------------------------------------------------------------
@@ -466,6 +525,28 @@ JSON = st.recursive(
 FIELDS = ("code", "solution", "calls", "submissions", "type", "stdin", "input", "seconds", "pairs")
 BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5)
 PATHS = ("/run", "/run/batch", "/judge/long-batch", "/run_code", "/v1/calls", "/v1/verify")
+
+
+@pytest.mark.parametrize(("path", "content", "status"), [
+    ("/run", '{"solution": NaN}', 422),
+    ("/run", '{"solution": ["\\ud800"]}', 422),
+    ("/run", '{"solution": "1", "sub_id": "\\ud800", "options": {"a": NaN}}', 200),
+    ("/run", "[" * 100_000, 422),
+    ("/run", '{"solution": %s}' % ("9" * 5000), 422),
+    ("/run", "", 422),
+    ("/run", '{"type": "math", "solution": "1", "expected_output": ""}', 200),
+    ("/v1/verify", '{"pairs": [["1", ""]]}', 422),
+    ("/v1/calls", '{"calls": [{"code": "1", "seconds": 1e999}]}', 422),
+])  # fmt: skip
+def test_bodies_that_have_felled_servers(address, path, content, status):
+    answer = httpx.post(address + path, content=content, timeout=60)
+    assert answer.status_code == status, answer.text
+    answer.json()
+
+
+def test_a_path_or_a_method_that_is_not_there_is_told(address):
+    assert httpx.get(f"{address}/runs").status_code == 404
+    assert httpx.get(f"{address}/run").status_code == 405
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,26 +1,33 @@
 """The service's central queue: accepted calls wait here, first come, first served (§3.1).
 
-A call is accepted or refused at once, never blocked: `most_calls` and `most_bytes` bound what may
+Calls are accepted or refused at once, never blocked: `most_calls` and `most_bytes` bound what may
 wait. An accepted call ends in exactly one result. A call that names itself by an id is run once:
-who asks again, after a lost connection, gets the same result.
+who asks again, after a lost connection, gets the same result. One without an id, whose caller has
+gone before it started, is not run.
 """
 
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..types import ToolResult, ToolStatus
 from .service import Sandbox, failure
 
 _REMEMBERED_SECONDS = 600.0
 
 
 class QueueFull(RuntimeError):
-    """The service holds as much as it may; the call was not accepted."""
+    """The service holds as much as it may; none of the calls was accepted."""
 
 
-class QueueTimeout(RuntimeError):
-    """The call waited longer than it was willing to; it was not run."""
+@dataclass(frozen=True)
+class Ended:
+    """How an accepted call ended. One that was not run is a SERVICE_FAILURE that says why."""
+
+    result: ToolResult
+    was_run: bool = True
 
 
 @dataclass
@@ -48,8 +55,8 @@ class Counters:
 
     accepted: int = 0
     refused: int = 0
-    queue_timeouts: int = 0
     repeated: int = 0
+    not_run: Counter = field(default_factory=Counter)  # by reason: overdue, abandoned
     statuses: Counter = field(default_factory=Counter)
     run_seconds: float = 0.0
     queue_seconds: float = 0.0
@@ -66,8 +73,8 @@ class CallQueue:
         self.counters = Counters()
         self.is_draining = False
         self.running, self.held_bytes = 0, 0
-        self._waiting: deque[tuple[Call, asyncio.Future, float]] = deque()
-        self._known: OrderedDict[str, tuple[asyncio.Future, float]] = OrderedDict()
+        self._waiting: deque[tuple[Call, asyncio.Future[Ended], float]] = deque()
+        self._known: OrderedDict[str, tuple[asyncio.Future[Ended], float]] = OrderedDict()
         self._news = asyncio.Event()
         self._senders: list[asyncio.Task] = []
 
@@ -78,19 +85,32 @@ class CallQueue:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, call: Call) -> asyncio.Future:
-        """Accept a call. The future gives its `ToolResult`, or raises QueueTimeout.
+    def submit(self, calls: Sequence[Call]) -> list["asyncio.Future[Ended]"]:
+        """Accept calls, all or none. The futures never raise.
 
-        Raises: QueueFull when too much waits, or the service is about to end.
+        Raises: QueueFull when they do not fit, or the service is about to end; ValueError when
+        they are more than an empty queue takes.
         """
+        size = sum(call.size for call in calls)
+        if len(calls) > self.most_calls or size > self.most_bytes:
+            raise ValueError(
+                f"found {len(calls)} calls of {size} bytes in one request, expected at most "
+                f"{self.most_calls} and {self.most_bytes}; send them in parts"
+            )
+        is_full = (
+            self.waiting + len(calls) > self.most_calls
+            or self.held_bytes + size > self.most_bytes
+        )  # fmt: skip
+        if self.is_draining or is_full:
+            self.counters.refused += len(calls)
+            reason = "is ending" if self.is_draining else f"holds {self.waiting} waiting calls"
+            raise QueueFull(f"the service {reason}; try again later")
+        return [self._accept(call) for call in calls]
+
+    def _accept(self, call: Call) -> "asyncio.Future[Ended]":
         if call.id is not None and call.id in self._known:
             self.counters.repeated += 1
             return self._known[call.id][0]
-        full = self.waiting >= self.most_calls or self.held_bytes + call.size > self.most_bytes
-        if self.is_draining or full:
-            self.counters.refused += 1
-            reason = "is ending" if self.is_draining else f"holds {self.waiting} waiting calls"
-            raise QueueFull(f"the service {reason}; try again later")
         future = asyncio.get_running_loop().create_future()
         self.counters.accepted += 1
         self.held_bytes += call.size
@@ -99,6 +119,12 @@ class CallQueue:
         if call.id is not None:
             self._remember(call.id, future)
         return future
+
+    def abandon(self, calls: Sequence[Call], futures: Sequence["asyncio.Future[Ended]"]) -> None:
+        """Their caller has gone. What has not started will not be, unless an id can ask again."""
+        for call, future in zip(calls, futures, strict=True):
+            if call.id is None and not future.done():
+                future.set_result(_not_run("its caller has gone", 0.0))
 
     def _remember(self, name: str, future: asyncio.Future) -> None:
         now = time.monotonic()
@@ -116,20 +142,20 @@ class CallQueue:
                 self._news.clear()
                 await self._news.wait()
             call, future, since = self._waiting.popleft()
-            waited = time.monotonic() - since
             self.running += 1
             try:
-                await self._run(call, future, waited)
+                await self._run(call, future, time.monotonic() - since)
             finally:
                 self.running -= 1
                 self.held_bytes -= call.size
 
-    async def _run(self, call: Call, future: asyncio.Future, waited: float) -> None:
+    async def _run(self, call: Call, future: "asyncio.Future[Ended]", waited: float) -> None:
+        if future.done():
+            self.counters.not_run["abandoned"] += 1
+            return
         if call.queue_seconds is not None and waited > call.queue_seconds:
-            self.counters.queue_timeouts += 1
-            if not future.done():
-                future.set_exception(QueueTimeout(f"waited {waited:.1f} s and was not run"))
-                future.exception()  # looked at: a caller that has gone is no warning
+            self.counters.not_run["overdue"] += 1
+            future.set_result(_not_run(f"it waited longer than {call.queue_seconds:g} s", waited))
             return
         try:
             result = await self.sandbox.arun(
@@ -142,7 +168,7 @@ class CallQueue:
         self.counters.run_seconds += result.seconds
         self.counters.queue_seconds += result.queue_seconds
         if not future.done():
-            future.set_result(result)
+            future.set_result(Ended(result))
 
     async def drain(self) -> None:
         """Accept nothing more, and wait for what was accepted."""
@@ -151,3 +177,9 @@ class CallQueue:
             await asyncio.sleep(0.02)
         for sender in self._senders:
             sender.cancel()
+
+
+def _not_run(reason: str, waited: float) -> Ended:
+    text = f"sandbox failure: the call was not run: {reason}."
+    result = ToolResult(ToolStatus.SERVICE_FAILURE, stderr=text, queue_seconds=waited)
+    return Ended(result, was_run=False)

@@ -1,15 +1,20 @@
 """A client of the sandbox service with the API of `Sandbox`: rollouts take either.
 
-Every call carries an id, so that asking again after a lost connection never runs a program twice
-on one server. What cannot be had after all attempts is a SERVICE_FAILURE, never an error of the
-program.
+Each call is sent at once, together with whatever else waits at that moment, and each result is
+handed on as it arrives: sharing a request costs nobody time and spares both sides a millisecond
+per call. Every call carries an id, so that asking again after a lost connection never runs a
+program twice on one server. What cannot be had after all attempts is a SERVICE_FAILURE, never an
+error of the program.
 """
 
 import asyncio
 import json
+import math
+import random
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +25,10 @@ from ..types import ToolResult, ToolStatus
 from .formats import from_our_result
 from .levels import SandboxError
 
-_PATIENCE_SECONDS = 600.0  # for a result whose call waits in a long queue
+_PATIENCE_SECONDS = 600.0  # for a result whose call waits in a long queue, or for a full queue
+_LONGEST_PAUSE_SECONDS = 5.0
+_MOST_REQUESTS = 256  # at one time; further calls share the next one that is free
+_MOST_CALLS, _MOST_CHARS = 512, 16 << 20  # of one request
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,26 @@ class PaperDispatch:
     fill_seconds: float = 0.05
 
 
-class SandboxClient:
-    """Runs programs on one or more services.
+@dataclass
+class _Call:
+    """A call on its way; `row` is its form in the service's format."""
 
-    addresses: `http://host:port`, calls go round. token: if the service asks for one. attempts: in
-    all, with growing pauses. hedge_seconds: after so long without a result the call is also sent
-    to the next address, and the first answer counts; off by default, because it runs programs
-    twice. dispatch: None sends each call at once; `PaperDispatch()` as the paper does.
+    row: dict
+    future: "Future[ToolResult]"
+
+
+class SandboxClient:
+    """Runs programs on one or more services. Usable as a context manager.
+
+    addresses: `http://host:port`; requests go round, and a retry goes to the next. token: if the
+    services ask for one. attempts: in all, with growing pauses; the default outlasts the restart
+    of a service. queue_seconds: a call that waits longer at the service is not run, and becomes a
+    SERVICE_FAILURE. hedge_seconds: calls without a result for so long are also sent to the next
+    address, and the first answer counts; off by default, because it runs programs twice.
+    dispatch: None sends each call at once; `PaperDispatch()` as the paper does.
+
+    `level` is the weakest of the services that answer, `workers` their sum; limits of a call are
+    the service's own. `retries` and `failures` count calls.
 
     Raises: SandboxError if no service answers.
     """
@@ -52,66 +73,65 @@ class SandboxClient:
         addresses: str | Sequence[str],
         token: str | None = None,
         *,
-        attempts: int = 4,
+        attempts: int = 8,
         pause_seconds: float = 0.2,
+        queue_seconds: float | None = None,
         hedge_seconds: float | None = None,
         dispatch: PaperDispatch | None = None,
     ):
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._attempts, self._pause, self._hedge = attempts, pause_seconds, hedge_seconds
-        self._dispatch, self._sent = dispatch, 0
-        self._waiting: asyncio.Queue | None = None
+        self._attempts, self._pause = attempts, pause_seconds
+        self._queue_seconds, self._hedge, self._dispatch = queue_seconds, hedge_seconds, dispatch
+        self._outbox: deque[_Call] = deque()
+        self._sent, self._requests, self._is_closed = 0, 0, False
         self.retries, self.failures = 0, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self._http = self._call(self._connect()).result()
-            status = self._call(self._status()).result()
-        except (httpx.HTTPError, SandboxError) as error:
+            found = self._do(self._connect())
+        except SandboxError:
             self.close()
-            raise SandboxError(
-                f"no sandbox service answers at {', '.join(self._addresses)}: {error}; start one "
-                "with `rstar2lab sandbox serve`"
-            ) from error
-        self.level, self.workers = status["level"], status["num_workers"]
+            raise
+        self.level = min(status["level"] for status in found)
+        self.workers = sum(status["num_workers"] for status in found)
 
     # The API of Sandbox
 
     def run(
         self, code: str, stdin: str = "", *, seconds: float | None = None, echo: bool = True
     ) -> ToolResult:
-        """Run one program and wait for its result."""
-        return self._call(self._run(_row(code, stdin, seconds, echo))).result()
+        """Run one program and wait for its result. Raises: SandboxError when closed."""
+        return self._send([self._row(code, stdin, seconds, echo)])[0].result()
 
     def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
         """Run programs, or (program, stdin) pairs. Results in input order."""
         pairs = [(item, "") if isinstance(item, str) else item for item in programs]
-        found = [self._call(self._run(_row(code, stdin, None, True))) for code, stdin in pairs]
-        return [future.result() for future in found]
+        return [future.result() for future in self._send([self._row(*pair) for pair in pairs])]
 
     async def arun(
         self, code: str, stdin: str = "", *, seconds: float | None = None, echo: bool = True
     ) -> ToolResult:
         """Awaitable twin of `run`, from any event loop."""
-        return await asyncio.wrap_future(self._call(self._run(_row(code, stdin, seconds, echo))))
+        return await asyncio.wrap_future(self._send([self._row(code, stdin, seconds, echo)])[0])
 
-    def verify(self, prediction: str, gold: str) -> Verdict:
-        """`rewards.verify` on the service; usable as `check` in `rollout.score`.
+    def check(self, prediction: str, gold: str) -> Verdict:
+        """`rewards.verify` on the service; takes the place of `check` in `rollout.score`.
 
         Raises: ServiceFailure when no verdict can be had: never a wrong answer.
         """
-        return self._call(self._verify(prediction, gold)).result()
+        self._check_open()
+        return self._do(self._verdict(prediction, gold))
 
     def close(self) -> None:
         """Close the connections; calls still in flight become SERVICE_FAILURE. Idempotent."""
-        if self._loop.is_closed():
+        if self._is_closed:
             return
-        if self._thread.is_alive():
-            self._call(self._disconnect()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._is_closed = True
+        self._do(self._disconnect())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     def __enter__(self) -> "SandboxClient":
@@ -120,145 +140,202 @@ class SandboxClient:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    # In the client's own event loop
+    # From the caller's thread into the client's own event loop
 
-    def _call(self, coroutine) -> Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _row(
+        self, code: str, stdin: str = "", seconds: float | None = None, echo: bool = True
+    ) -> dict:
+        """A call in the service's format, with an id of its own."""
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise SandboxError(f"seconds={seconds}, expected a positive number")
+        row = {"code": code, "stdin": stdin, "id": uuid.uuid4().hex, "echo": echo}
+        chosen = {"seconds": seconds, "queue_seconds": self._queue_seconds}
+        return row | {name: value for name, value in chosen.items() if value is not None}
 
-    async def _connect(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=64)
+    def _send(self, rows: list[dict]) -> "list[Future[ToolResult]]":
+        self._check_open()
+        calls = [_Call(row, Future()) for row in rows]
+        for call in calls:
+            call.future.set_running_or_notify_cancel()  # from here on it ends with a result
+        self._loop.call_soon_threadsafe(self._enqueue, calls)
+        return [call.future for call in calls]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxError("this SandboxClient is closed; create a new one")
+
+    def _do(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # In the event loop
+
+    async def _connect(self) -> list[dict]:
+        """What the services say of themselves. Raises: SandboxError if none answers."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(_PATIENCE_SECONDS, connect=10.0, pool=None)
-        client = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
-        if self._dispatch:
-            self._waiting = asyncio.Queue()
-            self._senders = [
-                asyncio.create_task(self._send_batches()) for _ in range(self._dispatch.senders)
-            ]
-        return client
+        self._http = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
+        self._news = asyncio.Event()
+        senders = self._dispatch.senders if self._dispatch else 0
+        self._senders = [asyncio.create_task(self._send_batches()) for _ in range(senders)]
+        found, troubles = [], []
+        for address in self._addresses:
+            try:
+                answer = await self._http.get(f"{address}/status")
+                if answer.status_code == 401:
+                    raise SandboxError(f"{address} asks for another token")
+                found.append(answer.raise_for_status().json())
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as trouble:
+                troubles.append(f"{address}: {trouble or type(trouble).__name__}")
+        if not found:
+            raise SandboxError(
+                f"no sandbox service answers ({'; '.join(troubles)}); start one with "
+                "`rstar2lab sandbox serve`"
+            )
+        return found
 
     async def _disconnect(self) -> None:
-        if getattr(self, "_http", None) is not None:
-            await self._http.aclose()
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail(self._outbox, "the client was closed")
+        await self._http.aclose()
 
-    async def _status(self) -> dict:
-        answer = await self._http.get(f"{self._addresses[0]}/status")
-        if answer.status_code == 401:
-            raise SandboxError("the service asks for another token")
-        answer.raise_for_status()
-        return answer.json()
+    def _enqueue(self, calls: list[_Call]) -> None:
+        if self._is_closed:
+            return self._fail(calls, "the client was closed")
+        self._outbox.extend(calls)
+        self._news.set()
+        if self._dispatch is None:
+            self._loop.call_soon(self._flush)  # what else is on its way joins in
 
-    async def _run(self, row: dict) -> ToolResult:
-        if self._waiting is None:
-            return (await self._results([row]))[0]
-        future = self._loop.create_future()
-        await self._waiting.put((row, future))
-        return await future
+    def _flush(self) -> None:
+        """Send all that waits, in as few requests as their bounds allow."""
+        while self._outbox and self._requests < _MOST_REQUESTS and not self._is_closed:
+            part, chars = [], 0
+            while self._outbox and len(part) < _MOST_CALLS and (not part or chars < _MOST_CHARS):
+                part.append(self._outbox.popleft())
+                chars += len(part[-1].row["code"]) + len(part[-1].row["stdin"])
+            self._requests += 1
+            self._loop.create_task(self._send_part(part))
+
+    async def _send_part(self, part: list[_Call]) -> None:
+        try:
+            await self._deliver(part, lambda call, result: call.future.set_result(result))
+        finally:
+            self._requests -= 1
+            self._flush()
 
     async def _send_batches(self) -> None:
-        """One send worker of the paper."""
+        """One send worker of the paper: results are handed on when the batch is complete."""
         while True:
-            batch = [await self._waiting.get()]
-            until = self._loop.time() + self._dispatch.fill_seconds
-            while len(batch) < self._dispatch.batch:
-                try:
-                    left = until - self._loop.time()
-                    batch.append(await asyncio.wait_for(self._waiting.get(), max(left, 0)))
-                except TimeoutError:
-                    break
-            results = await self._results([row for row, _ in batch])
-            for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():
-                    future.set_result(result)
-
-    async def _results(self, rows: list[dict]) -> list[ToolResult]:
-        """One result per row, whatever happens on the way."""
-        found: dict[int, ToolResult] = {}
-        error: Exception | str = "no attempt"
-        for attempt in range(self._attempts):
-            missing = [i for i in range(len(rows)) if i not in found]
-            if not missing:
-                break
-            if attempt:
-                self.retries += len(missing)
-                await asyncio.sleep(self._pause * 2 ** (attempt - 1))
+            batch = await self._filled_batch()
+            results: list[tuple[_Call, ToolResult]] = []
             try:
-                async for index, result in self._ask([rows[i] for i in missing]):
-                    found[missing[index]] = result
-            except (httpx.HTTPError, SandboxError, ValueError) as trouble:  # also half a line
-                error = trouble
-        self.failures += len(rows) - len(found)
-        lost = ToolResult(
-            ToolStatus.SERVICE_FAILURE,
-            stderr=f"sandbox service: {type(error).__name__}: {error}, {self._attempts} attempts",
-        )
-        return [found.get(i, lost) for i in range(len(rows))]
+                await self._deliver(batch, lambda *pair, to=results: to.append(pair))
+            finally:
+                for call, result in results:
+                    call.future.set_result(result)
 
-    async def _ask(self, rows: list[dict]) -> AsyncIterator[tuple[int, ToolResult]]:
-        if self._hedge is None or len(rows) > 1 or len(self._addresses) < 2:
-            async for item in self._stream(self._next_address(), rows):
-                yield item
-            return
-        yield 0, await self._hedged(rows)
+    async def _filled_batch(self) -> list[_Call]:
+        batch, until = [], math.inf
+        while len(batch) < self._dispatch.batch and self._loop.time() < until:
+            if self._outbox:
+                batch.append(self._outbox.popleft())
+                until = min(until, self._loop.time() + self._dispatch.fill_seconds)
+                continue
+            self._news.clear()
+            try:
+                left = None if until == math.inf else max(until - self._loop.time(), 0)
+                await asyncio.wait_for(self._news.wait(), left)
+            except TimeoutError:
+                break
+            except asyncio.CancelledError:
+                self._outbox.extendleft(reversed(batch))
+                raise
+        return batch
 
-    async def _hedged(self, rows: list[dict]) -> ToolResult:
-        """The first answer of two addresses, the second asked only after a while."""
-
-        async def one(address: str) -> ToolResult:
-            async for _, result in self._stream(address, rows):
-                return result
-            raise SandboxError("the service sent no result")
-
-        tasks = [asyncio.create_task(one(self._next_address()))]
-        done, _ = await asyncio.wait(tasks, timeout=self._hedge)
-        if not done:
-            tasks.append(asyncio.create_task(one(self._next_address())))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finished = [task for task in tasks if task.done() and not task.exception()]
+    async def _deliver(
+        self, calls: list[_Call], settle: Callable[[_Call, ToolResult], None]
+    ) -> None:
+        """One result per call, whatever happens on the way."""
+        missing = {call.row["id"]: call for call in calls}
+        reason = "the client was closed in mid-call"
         try:
-            return finished[0].result() if finished else await tasks[-1]
+            for attempt in range(self._attempts):
+                if attempt:
+                    self.retries += len(missing)
+                    pause = min(self._pause * 2 ** (attempt - 1), _LONGEST_PAUSE_SECONDS)
+                    await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                error = await self._attempt(missing, settle)
+                if not missing:
+                    return
+            reason = f"{type(error).__name__}: {error}, {self._attempts} attempts"
+        finally:
+            self._fail(missing.values(), reason, settle)
+
+    def _fail(self, calls: Iterable[_Call], reason: str, settle=None) -> None:
+        for call in calls:
+            self.failures += 1
+            text = f"sandbox service: {reason}"
+            result = ToolResult(ToolStatus.SERVICE_FAILURE, stderr=text)
+            settle(call, result) if settle else call.future.set_result(result)
+
+    async def _attempt(self, missing: dict[str, _Call], settle) -> BaseException | None:
+        """Ask one service for all that is missing, after a while another one too."""
+        tasks = {asyncio.create_task(self._stream(self._next_address(), missing, settle))}
+        try:
+            done, running = await asyncio.wait(tasks, timeout=self._hedge)
+            if not done:
+                tasks.add(asyncio.create_task(self._stream(self._next_address(), missing, settle)))
+                running = tasks
+            while missing and running:
+                done, running = await asyncio.wait(running, return_when="FIRST_COMPLETED")
         finally:
             for task in tasks:
                 task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        return next((end for end in ends if isinstance(end, Exception)), None)
 
     def _next_address(self) -> str:
         self._sent += 1
         return self._addresses[(self._sent - 1) % len(self._addresses)]
 
-    async def _stream(self, address: str, rows: list[dict]):
-        """(place, result) as the service sends them.
+    async def _stream(self, address: str, missing: dict[str, _Call], settle) -> None:
+        """Settle calls as their results come. A full queue is waited for.
 
         Raises: SandboxError for an answer that is none, httpx.HTTPError for a lost connection.
         """
-        async with self._http.stream("POST", f"{address}/v1/calls", json={"calls": rows}) as answer:
-            if answer.status_code != 200:
+        rows = [call.row for call in missing.values()]
+        body = json.dumps({"calls": rows}).encode()
+        until = self._loop.time() + _PATIENCE_SECONDS
+        while True:
+            async with self._http.stream("POST", f"{address}/v1/calls", content=body) as answer:
+                if answer.status_code == 200:
+                    async for line in answer.aiter_lines():
+                        found = json.loads(line)
+                        call = missing.pop(rows[found["index"]]["id"], None)
+                        if call is not None:
+                            settle(call, from_our_result(found))
+                    if any(row["id"] in missing for row in rows):
+                        raise SandboxError("the answer ended early")
+                    return
                 detail = (await answer.aread()).decode(errors="replace")[:300]
+            if answer.status_code != 503 or self._loop.time() > until:
                 raise SandboxError(f"HTTP {answer.status_code}: {detail}")
-            async for line in answer.aiter_lines():
-                row = json.loads(line)
-                if "error" in row:
-                    raise SandboxError(row["error"])
-                yield row["index"], from_our_result(row)
+            await asyncio.sleep(random.uniform(0.5, 1.5))
 
-    async def _verify(self, prediction: str, gold: str) -> Verdict:
+    async def _verdict(self, prediction: str, gold: str) -> Verdict:
+        body = json.dumps({"pairs": [[prediction, gold]]}).encode()
         error: Exception | None = None
         for attempt in range(self._attempts):
-            await asyncio.sleep(self._pause * (2**attempt - 1))
+            if attempt:
+                pause = self._pause * 2 ** (attempt - 1)
+                await asyncio.sleep(min(pause, _LONGEST_PAUSE_SECONDS))
             try:
-                answer = await self._http.post(
-                    f"{self._next_address()}/v1/verify", json={"pairs": [[prediction, gold]]}
-                )
-                answer.raise_for_status()
-                return Verdict(**answer.json()[0])
+                address = self._next_address()
+                answer = await self._http.post(f"{address}/v1/verify", content=body)
+                return Verdict(**answer.raise_for_status().json()[0])
             except (httpx.HTTPError, ValueError) as trouble:
                 error = trouble
         raise ServiceFailure(f"verification service: {error}")
-
-
-def _row(code: str, stdin: str, seconds: float | None, echo: bool) -> dict:
-    """A call in the service's format, with an id of its own; odd surrogates travel as they are."""
-    row = {"code": code, "stdin": stdin, "id": uuid.uuid4().hex, "echo": echo}
-    return row if seconds is None else row | {"seconds": seconds}

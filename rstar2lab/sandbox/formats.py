@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from ..types import ToolResult, ToolStatus
-from .calls import Call
+from .calls import Call, Ended
 
 JUDGE_CHARS = 1000  # code-judge cuts both streams here, after it has compared
 
@@ -32,10 +32,12 @@ class OurCalls(BaseModel):
     calls: list[OurCall] = Field(min_length=1)
 
 
-def our_result(index: int, result: ToolResult) -> dict:
+def our_result(index: int, ended: Ended) -> dict:
     """One line of the answer, with the place of its call in the request."""
+    result = ended.result
     return {
         "index": index,
+        "was_run": ended.was_run,
         "status": result.status.name,
         "stdout": result.stdout,
         "stderr": result.stderr,
@@ -71,18 +73,26 @@ class SubmissionBatch(BaseModel):
     submissions: list[Submission] = Field(min_length=1)
 
 
-def judged(asked: Submission, result: ToolResult | None, reason: str = "") -> dict:
-    """code-judge's answer; `result` None: nothing was run, for the given reason."""
-    if result is None:
-        return _judged(asked, False, False, 0.0, None, None, reason)
+def judged(asked: Submission, ended: Ended) -> dict:
+    """code-judge's answer to a program. Outputs are compared before they are cut."""
+    result = ended.result
+    if not ended.was_run:
+        return not_judged(asked, "queue_timeout")
     if result.status is ToolStatus.SERVICE_FAILURE:
-        return _judged(asked, False, False, 0.0, None, None, "internal_error")
+        return not_judged(asked, "internal_error")
     has_run = result.status is ToolStatus.OK
     expected = asked.expected_output
+    if has_run and result.truncated and expected and len(expected) > len(result.stdout):
+        return not_judged(asked, "internal_error")  # what would decide was cut off
     is_right = expected is None or result.stdout.strip() == expected.strip()
     reason = "worker_timeout" if result.status is ToolStatus.TIMEOUT else ""
     streams = (text[:JUDGE_CHARS] for text in (result.stdout, result.stderr))
     return _judged(asked, has_run and is_right, has_run, result.seconds, *streams, reason)
+
+
+def not_judged(asked: Submission, reason: str) -> dict:
+    """code-judge's answer when there is no result."""
+    return _judged(asked, False, False, 0.0, None, None, reason)
 
 
 def _judged(asked, success, run_success, cost, stdout, stderr, reason) -> dict:
@@ -146,4 +156,4 @@ def fusion_answer(result: ToolResult | None, message: str = "") -> dict:
 class Pairs(BaseModel):
     """Answers to be verified, as (prediction, gold)."""
 
-    pairs: list[tuple[str, str]] = Field(min_length=1)
+    pairs: list[tuple[str, str]] = Field(min_length=1, max_length=10_000)
