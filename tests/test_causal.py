@@ -55,6 +55,9 @@ def net(request):
     return make_net(FAMILIES[request.param]())
 
 
+ROPE_AND_TABLE = pytest.mark.parametrize("net", ["llama", "gpt2"], indirect=True)
+
+
 def make_engine(net, **settings) -> TorchEngine:
     settings = {"kv_tokens": 2048, "max_tokens": MAX_TOKENS, "max_sequences": 8} | settings
     return TorchEngine(net.config, net.state_dict(), **settings)
@@ -98,6 +101,7 @@ def test_logprobs_are_the_model_s_own_over_several_turns_lengths_and_temperature
             assert gap(net, tokens, completion, temperature) < 1e-4
 
 
+@ROPE_AND_TABLE
 def test_a_full_cache_preempts_and_samples_the_same_tokens(net):
     roomy, tight = make_engine(net), make_engine(net, kv_tokens=64, max_tokens=64)
     expected, found = play(roomy), play(tight)
@@ -107,6 +111,7 @@ def test_a_full_cache_preempts_and_samples_the_same_tokens(net):
             assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
+@ROPE_AND_TABLE
 def test_new_weights_give_the_new_model_s_logprobs(net):
     engine, other = make_engine(net), make_net(net.config, seed=1)
     play(engine)
