@@ -17,9 +17,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from .config import SandboxLimits
 
 Level = Literal["L0", "L1", "L2", "L3", "L4"]
 NANO = Path(__file__).parents[1] / "experiments" / "configs" / "nano.toml"
@@ -112,7 +115,7 @@ def train(
     print(f"loss: {grpo.describe(loaded.loss)}")
     folder = out or Path("runs") / "train" / f"{arm}-s{seed}"
     trainer.check_run(loaded, runs.RunFolder(folder), resume=resume)
-    check_isolation(require_isolation)
+    check_isolation(require_isolation, loaded.sandbox)
     model_path = reproduction.make_cold_start(loaded, runs.cold_start_dir(folder))
     with tqdm(total=loaded.run.steps, desc=f"{arm} seed {seed}", unit="step") as bar:
 
@@ -229,7 +232,7 @@ def evaluate(
     recorded = folder.configuration() if config is None and arm is None else None
     loaded = cfg.from_flat(recorded | chosen) if recorded else cfg.load(config or NANO, arm, chosen)
     if loaded.chat.tools:
-        check_isolation(None)
+        check_isolation(None, loaded.sandbox)
     rows = trainer.evaluate_checkpoint(loaded, path)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -349,18 +352,26 @@ def _split_parameter(text: str) -> tuple[str, object]:
     return name.strip(), parse_value(value)
 
 
-def check_isolation(required: str | None) -> None:
+def check_isolation(required: str | None, settings: "SandboxLimits | None" = None) -> None:
     """Say which isolation level is in force; warn below L3; refuse below what is required.
 
+    settings: where programs run; None stands for this machine.
+
     Raises:
-        SandboxError: the level reached is below the required one.
+        SandboxError: the level reached is below the required one, or no service answers.
     """
     from .sandbox import detect_level
     from .sandbox.levels import SandboxError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        level = detect_level()
+        if settings is not None and settings.address:
+            from .workbench import code_environment
+
+            with code_environment(settings) as services:
+                level = services.level
+        else:
+            level = detect_level()
     if required is not None and level < required:
         raise SandboxError(
             f"the sandbox reaches {level} here, but {required} was required; run as root or allow "

@@ -205,10 +205,14 @@ class Engine(_Section):
 
 
 class SandboxLimits(_Section):
-    """Limits per call; the paper's release gives 4 s."""
+    """Limits per call; the paper's release gives 4 s. A service has limits of its own."""
 
-    address: str = Field("", description="of a sandbox service; empty: one of this process's own")
-    token_file: str = Field("", description="holds the service's token, if it asks for one")
+    address: str = Field(
+        "",
+        description="of services (`rstar2lab sandbox serve`), separated by spaces: programs run and"
+        " answers are verified there; empty: by workers of this process",
+    )
+    token_file: str = Field("", description="holds the token that the services ask for")
     workers: int = Field(2, gt=0)
     cpu_seconds: float = Field(4.0, gt=0)
     wall_seconds: float = Field(4.0, gt=0)

@@ -41,12 +41,16 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Actors:
-    """Those who take part in a rollout. Without a sandbox no call is executed."""
+    """Those who take part in a rollout. Without a sandbox no call is executed.
+
+    check: compares answers that are no integers; None takes the verifier of this process.
+    """
 
     engine: Engine
     sandbox: CodeEnvironment | None
     tokenizer: protocol.Tokenizer
     chat: protocol.ChatFormat
+    check: rewards.Check | None = None
 
 
 def trajectory_seed(seed_key: str, problem_id: str, sample: int) -> int:
@@ -230,7 +234,9 @@ def _not_here(prediction: str, gold: str) -> rewards.Verdict:
     raise _NeedsChecker
 
 
-async def scored(trajectory: Trajectory, problem: Problem) -> Trajectory:
+async def scored(
+    trajectory: Trajectory, problem: Problem, check: rewards.Check | None = None
+) -> Trajectory:
     """`score_or_void` that does not hold up the event loop: only integers are compared in it.
 
     Other answers may take the verifier's whole deadline; they wait for it in a thread.
@@ -238,7 +244,7 @@ async def scored(trajectory: Trajectory, problem: Problem) -> Trajectory:
     try:
         return score_or_void(trajectory, problem, _not_here)
     except _NeedsChecker:
-        return await asyncio.to_thread(score_or_void, trajectory, problem)
+        return await asyncio.to_thread(score_or_void, trajectory, problem, check)
 
 
 async def rollout_groups(
@@ -254,7 +260,8 @@ async def rollout_groups(
     """
 
     async def one(problem: Problem, sample: int, own: RolloutSettings) -> Trajectory:
-        trajectory = await scored(await rollout(problem, sample, actors, own), problem)
+        finished = await rollout(problem, sample, actors, own)
+        trajectory = await scored(finished, problem, actors.check)
         if on_done is not None:
             on_done(trajectory)
         return trajectory

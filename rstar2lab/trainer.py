@@ -17,9 +17,8 @@ from . import config as cfg
 from . import entropy, evaluate, grpo, roc, runs, sft
 from .learner import DTYPES, LocalLearner, Precision, Sample, UpdateStats
 from .nano import model
-from .sandbox import Sandbox
 from .types import Group, Problem, StopReason, Trajectory
-from .workbench import Tick, Workbench
+from .workbench import Tick, Workbench, code_environment
 
 Report = Callable[[dict], None]
 _PURPOSES = {"prompts": 1, "selection": 2, "minibatches": 3, "refill": 4}
@@ -472,7 +471,9 @@ def initial_model(
         return Path(config.model.source)
     if (found := sft.cached(config, cold_start_dir)) is not None:
         return found
-    with Sandbox(workers=config.sandbox.workers) as sandbox:
+    own = config.sandbox  # the corpus is the same whatever the limits of a run
+    where = cfg.SandboxLimits(workers=own.workers, address=own.address, token_file=own.token_file)
+    with code_environment(where) as sandbox:
         return sft.cold_start(config, cold_start_dir, sandbox.run_many, progress=report)
 
 

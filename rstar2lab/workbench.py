@@ -5,7 +5,6 @@ Used by training and by evaluation alike, so that both run the same policy in th
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -17,10 +16,8 @@ from .engines.torch_engine import TorchEngine
 from .nano import model, tasks
 from .nano.tokenizer import FileTokenizer
 from .sandbox import Limits, Sandbox
+from .sandbox.client import SandboxClient
 from .types import Group, Problem
-
-if TYPE_CHECKING:
-    from .sandbox.client import SandboxClient
 
 Tick = Callable[[str, int, int], None]  # part, trajectories done, of how many
 
@@ -32,7 +29,7 @@ class Workbench:
         self.config = config
         self._tick = tick or (lambda part, done, total: None)
         self.net = model.load(model_path).to(_device(config.model.device))
-        self.sandbox = _sandbox(config.sandbox) if config.chat.tools else None
+        self.sandbox = code_environment(config.sandbox) if config.chat.tools else None
         engine = TorchEngine(
             self.net.config,
             self.net.state_dict(),
@@ -43,7 +40,8 @@ class Workbench:
         )
         chat = _chat(config.chat, model_path)
         tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json", chat.frame.stop_token)
-        self.actors = rollouts.Actors(engine, self.sandbox, tokenizer, chat)
+        check = self.sandbox.check if isinstance(self.sandbox, SandboxClient) else None
+        self.actors = rollouts.Actors(engine, self.sandbox, tokenizer, chat, check)
         settings = config.problems
         self.train_problems, self.held_out = (
             tasks.problems(count, seed=settings.seed, held_out=side, level=settings.level)
@@ -126,13 +124,14 @@ def _device(chosen: str) -> str:
     return "cuda" if has_gpu and chosen != "cpu" else "cpu"
 
 
-def _sandbox(settings: cfg.SandboxLimits) -> "Sandbox | SandboxClient":
-    """A sandbox of this process, or a client of a service, whose own limits then hold."""
-    if settings.address:
-        from .sandbox.client import SandboxClient
+def code_environment(settings: cfg.SandboxLimits) -> Sandbox | SandboxClient:
+    """Workers of this process, or a client of the services named, whose own limits then hold.
 
+    Raises: SandboxError if there is none of them, or no isolation.
+    """
+    if settings.address:
         token = Path(settings.token_file).read_text().strip() if settings.token_file else None
-        return SandboxClient(settings.address, token)
+        return SandboxClient(settings.address.split(), token)
     return Sandbox(
         workers=settings.workers,
         limits=Limits(

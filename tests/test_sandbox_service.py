@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,13 +22,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
+from rstar2lab import cli, protocol, rollout
+from rstar2lab import config as cfg
+from rstar2lab import sandbox as sandboxes
+from rstar2lab.engines.scripted import ScriptedEngine
+from rstar2lab.protocol import render_call
 from rstar2lab.rewards import ServiceFailure
 from rstar2lab.sandbox import Sandbox, SandboxError
 from rstar2lab.sandbox.calls import Call, CallQueue, QueueFull
 from rstar2lab.sandbox.client import PaperDispatch, SandboxClient
 from rstar2lab.sandbox.server import Service, check_address
-from rstar2lab.types import ToolStatus
-from rstar2lab.workbench import Workbench
+from rstar2lab.types import Problem, ToolStatus
+from rstar2lab.workbench import Workbench, code_environment
 
 
 def free_port() -> int:
@@ -302,6 +308,34 @@ def test_answers_are_verified_by_the_service(client):
     assert not client.check("41", "42").correct
 
 
+def test_a_rollout_takes_programs_and_answers_to_the_service(address, tokens):
+    line = "<reason>x</reason>" + render_call("print(2 + 0.5)") + "<|im_end|>"
+    answer = r"<answer>\boxed{5/2}</answer><|im_end|>"
+    with code_environment(cfg.SandboxLimits(address=address)) as services:
+        assert isinstance(services, SandboxClient)
+        engine = ScriptedEngine(lambda request_id: [tokens.encode(line), tokens.encode(answer)])
+        chat = protocol.chat_format("nano", tools=True, response_chars=60)
+        actors = rollout.Actors(engine, services, tokens, chat, services.check)
+        limits = rollout.RolloutSettings(5, 1, 400, 1.0, 1.0, "0/test")
+        before = httpx.get(f"{address}/status").json()["accepted"]
+        problems = [Problem("p", "?", "2.5"), Problem("q", "?", "2.6")]
+        groups = asyncio.run(rollout.rollout_groups(problems, 3, actors, limits))
+        assert httpx.get(f"{address}/status").json()["accepted"] - before == 6
+    found = [[(t.reward, t.reason, t.turns[0].result.stdout) for t in g.trajectories]
+             for g in groups]  # fmt: skip
+    assert found == [[(1.0, "equal", "2.5\n")] * 3, [(0.0, "mismatch", "2.5\n")] * 3]
+
+
+def test_the_isolation_that_counts_is_that_of_the_service(address, capsys, monkeypatch):
+    monkeypatch.setattr(sandboxes, "detect_level", lambda: pytest.fail("this machine was asked"))
+    level = httpx.get(f"{address}/status").json()["level"]
+    cli.check_isolation(level, cfg.SandboxLimits(address=address))
+    assert level in "".join(capsys.readouterr())
+    with pytest.raises(SandboxError, match="no sandbox service answers"):
+        nobody = f"http://127.0.0.1:{free_port()}"
+        cli.check_isolation(None, cfg.SandboxLimits(address=nobody))
+
+
 def test_no_service_is_a_clear_error_and_a_lost_one_never_a_program_s_error():
     with pytest.raises(SandboxError, match="rstar2lab sandbox serve"):
         SandboxClient(f"http://127.0.0.1:{free_port()}")
@@ -513,6 +547,21 @@ def test_45_000_calls_at_once_are_all_answered_in_order_within_bounded_memory(wo
     assert status["accepted"] == 45_000 and status["refused"] == 0
     assert most > 40_000
     assert after - before < 400, f"{before:.0f} MB before, {after:.0f} MB after"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_benchmark_runs_and_finds_ours_faster_and_right(tmp_path):
+    script = Path(__file__).parents[1] / "experiments" / "benchmarks" / "sandbox.py"
+    words = [sys.executable, script, "--count", "40", "--rounds", "2", "--out", tmp_path / "b.json"]
+    subprocess.run(words, check=True)
+    report = json.loads((tmp_path / "b.json").read_text())
+    for mix, rows in report["mixes"].items():
+        assert [len(rows[name]) for name in ("ours", "peer")] == [2, 2]
+        assert not any(row["correct_reported_failed"] for row in rows["ours"]), mix
+        assert min(row["correct"] for row in rows["ours"]) >= 28
+    assert report["ratio_median_min_max"]["tiny, batches"][0] > 2
+    assert report["ratio_median_min_max"]["no loops"][0] > 4
 
 
 # --- nonsense -------------------------------------------------------------------------------------
