@@ -249,7 +249,7 @@ def differences(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndar
             rows = df[(df.metric == metric) & (df.label == label)]
             _interval(ax, place, rows.iloc[0], ARM_COLORS["grpo_roc"])
             _dots(ax, place + 0.3, rows.value, ARM_COLORS["grpo_roc"])
-        ax.set_xlabel("RoC − GRPO: " + ax.get_xlabel())
+        ax.set_xlabel("RoC − GRPO\n" + ax.get_xlabel())
     return axes
 
 
