@@ -24,7 +24,7 @@ MEASURES = {
 
 
 def final_rows(path: str | Path) -> pd.DataFrame:
-    """The last evaluation of every finished run below `path`: one row per arm and seed.
+    """The last evaluation of every finished run in `path`: one row per arm and seed.
 
     Raises:
         runs.RunError: there is no finished run.
@@ -38,8 +38,8 @@ def final_rows(path: str | Path) -> pd.DataFrame:
         frame = frame[np.asarray(done)]
     if not len(frame):
         raise runs.RunError(
-            f"no finished run below {path}: expected folders <arm>-s<seed> with DONE.json, such as "
-            "those in experiments/results/ablation; make some with `rstar2lab reproduce`"
+            f"no finished run in {path}: expected run folders <arm>-s<seed> with DONE.json in "
+            "it, as in experiments/results/ablation; make some with `rstar2lab reproduce`"
         )
     evaluated = frame[frame.eval_accuracy.notna()]
     return evaluated.loc[evaluated.groupby(["arm", "run_seed"]).step.idxmax()].reset_index(

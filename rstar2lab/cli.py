@@ -314,12 +314,16 @@ def sandbox(
         memory_mb: limit of a call.
         require_isolation: refuse to start below this sandbox level.
     """
+    from . import config as cfg
     from .sandbox import Limits, Sandbox, server
 
+    if not 0 <= port <= 65_535:
+        raise cfg.ConfigError(f"--port {port}: expected 0 to 65535")
+    limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb}
+    cfg.load(NANO, settings={f"sandbox.{key}": value for key, value in limits.items()})
     token = token_file.read_text().strip() if token_file else None
     server.check_address(host, token)
-    limits = Limits(cpu_seconds=cpu_seconds, wall_seconds=wall_seconds, memory_mb=memory_mb)
-    with Sandbox(workers, limits, require_level=require_isolation) as pool:
+    with Sandbox(workers, Limits(**limits), require_level=require_isolation) as pool:
         print(f"sandbox {pool.level}, {workers} workers, on http://{host}:{port}", flush=True)
         server.serve(pool, host=host, port=port, token=token)
 

@@ -357,7 +357,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"no configuration file {path}{_siblings(path)}")
     try:
         flat = flatten(tomllib.loads(path.read_text()))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     _check_keys(flat, str(path))
     return flat

@@ -29,7 +29,7 @@ def ablation_figures(results: str | Path, out: str | Path) -> list[Path]:
     """Training curves, failed calls in correct trajectories, end points. Returns the PNG paths.
 
     Raises:
-        runs.RunError: there is no finished run below `results`.
+        runs.RunError: there is no finished run in `results`.
     """
     final = ablation.final_rows(results)
     frame = runs.metrics_frame(results)

@@ -132,6 +132,10 @@ def test_a_file_that_is_no_notebook_is_no_template(monkeypatch, capsys, tmp_path
         (["reproduce", "--seeds", "0"], "expected how many RL seeds each arm gets, at least 1"),
         (["reproduce", "--jobs", "0"], "jobs=0, expected at least 1"),
         (["evaluate", "nothing"], "no checkpoint at nothing"),
+        (["sandbox", "serve", "--port", "99999"], "--port 99999: expected 0 to 65535"),
+        (["sandbox", "serve", "--workers", "0"], "workers=0, expected at least 1"),
+        (["sandbox", "serve", "--cpu-seconds", "inf"], "sandbox.cpu_seconds: Input should be"),
+        (["sandbox", "serve", "--memory-mb", "0"], "sandbox.memory_mb: Input should be"),
     ],
 )  # fmt: skip
 def test_a_fault_of_the_caller_is_one_message_and_exit_code_2(

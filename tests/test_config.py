@@ -71,9 +71,10 @@ def test_a_missing_file_lists_its_siblings():
 
 def test_a_file_that_is_not_toml_is_told_apart(tmp_path):
     path = tmp_path / "broken.toml"
-    path.write_text("[loss\n")
-    with pytest.raises(cfg.ConfigError, match="not valid TOML"):
-        cfg.read_toml(path)
+    for content in (b"[loss\n", b"\xff\x00"):
+        path.write_bytes(content)
+        with pytest.raises(cfg.ConfigError, match="not valid TOML"):
+            cfg.read_toml(path)
 
 
 def test_a_wrong_type_says_where_and_what_was_found():
