@@ -499,14 +499,14 @@ def test_a_service_that_is_full_is_waited_for():
         return results, service.queue.counters
 
     def calls(address):
-        with SandboxClient(address, attempts=1) as client, ThreadPoolExecutor(8) as pool:
+        with SandboxClient(address) as client, ThreadPoolExecutor(8) as pool:
             programs = [f"import time; time.sleep(0.2); {i}" for i in range(8)]
             return list(pool.map(client.run, programs))
 
     port = free_port()
     with Sandbox(workers=1) as sandbox:
         results, counters = asyncio.run(main(sandbox))
-    assert [r.stdout for r in results] == [f"{i}\n" for i in range(8)]
+    assert [r.stdout for r in results] == [f"{i}\n" for i in range(8)], results
     assert counters.refused > 0 and counters.accepted == 8
 
 
