@@ -484,6 +484,21 @@ def test_a_call_that_waited_too_long_is_not_run_and_nor_is_one_whose_caller_has_
         asyncio.run(main(sandbox))
 
 
+def test_results_are_kept_for_those_who_ask_again_within_a_bound():
+    async def main(sandbox):
+        queue = CallQueue(sandbox, most_kept_chars=2500)
+        queue.start()
+        calls = [Call(f"print('{i}' * 999)", id=str(i)) for i in range(3)]
+        first = [await f for f in queue.submit(calls)]
+        again = [await f for f in queue.submit(calls[::-1])]
+        await queue.drain()
+        assert [e.result.stdout for e in again[::-1]] == [e.result.stdout for e in first]
+        assert (queue.counters.accepted, queue.counters.repeated) == (4, 2)  # "0" had gone
+
+    with Sandbox(workers=1) as sandbox:
+        asyncio.run(main(sandbox))
+
+
 def test_a_service_that_is_full_is_waited_for():
     """Back-pressure: a refused call is sent again until it fits; it is nobody's failure."""
 
