@@ -484,11 +484,26 @@ def test_a_call_that_waited_too_long_is_not_run_and_nor_is_one_whose_caller_has_
         asyncio.run(main(sandbox))
 
 
+def test_results_are_kept_for_those_who_ask_again_within_a_bound():
+    async def main(sandbox):
+        queue = CallQueue(sandbox, most_kept_chars=2500)
+        queue.start()
+        calls = [Call(f"print('{i}' * 999)", id=str(i)) for i in range(3)]
+        first = [await f for f in queue.submit(calls)]
+        again = [await f for f in queue.submit(calls[::-1])]
+        await queue.drain()
+        assert [e.result.stdout for e in again[::-1]] == [e.result.stdout for e in first]
+        assert (queue.counters.accepted, queue.counters.repeated) == (4, 2)  # "0" had gone
+
+    with Sandbox(workers=1) as sandbox:
+        asyncio.run(main(sandbox))
+
+
 def test_a_service_that_is_full_is_waited_for():
     """Back-pressure: a refused call is sent again until it fits; it is nobody's failure."""
 
     async def main(sandbox):
-        service = Service(CallQueue(sandbox, most_calls=4))
+        service = Service(CallQueue(sandbox, most_calls=8))
         server = uvicorn.Server(uvicorn.Config(service, port=port, log_level="warning"))
         task = asyncio.create_task(server.serve())
         while not server.started:
@@ -499,15 +514,19 @@ def test_a_service_that_is_full_is_waited_for():
         return results, service.queue.counters
 
     def calls(address):
-        with SandboxClient(address, attempts=1) as client, ThreadPoolExecutor(8) as pool:
-            programs = [f"import time; time.sleep(0.2); {i}" for i in range(8)]
-            return list(pool.map(client.run, programs))
+        parts = [[f"import time; time.sleep(0.1); {i}" for i in range(k, k + 6)] for k in (0, 6)]
+        with SandboxClient(address) as client, ThreadPoolExecutor(2) as pool:
+            assert "send them in parts" in client.run_many(["1"] * 9)[0].stderr
+            assert client.retries == 0
+            with SandboxClient(address) as other:
+                found = pool.map(SandboxClient.run_many, (client, other), parts)
+                return [result for part in found for result in part]
 
     port = free_port()
     with Sandbox(workers=1) as sandbox:
         results, counters = asyncio.run(main(sandbox))
-    assert [r.stdout for r in results] == [f"{i}\n" for i in range(8)]
-    assert counters.refused > 0 and counters.accepted == 8
+    assert [r.stdout for r in results] == [f"{i}\n" for i in range(12)], results
+    assert counters.refused > 0 and counters.accepted == 12
 
 
 def test_a_program_whose_caller_hung_up_is_not_started():

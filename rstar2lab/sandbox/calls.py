@@ -7,6 +7,7 @@ gone before it started, is not run.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -65,11 +66,20 @@ class Counters:
 class CallQueue:
     """Feeds a sandbox from one queue, as many calls at a time as it has workers.
 
-    Lives in one event loop: `start`, then `submit`, then `drain`.
+    Lives in one event loop: `start`, then `submit`, then `drain`. most_kept_chars: output of ended
+    calls that is kept, for ten minutes at most, for those who ask again by id.
     """
 
-    def __init__(self, sandbox: Sandbox, *, most_calls: int = 100_000, most_bytes: int = 1 << 30):
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        most_calls: int = 100_000,
+        most_bytes: int = 1 << 30,
+        most_kept_chars: int = 256 << 20,
+    ):
         self.sandbox, self.most_calls, self.most_bytes = sandbox, most_calls, most_bytes
+        self.most_kept_chars, self._kept_chars = most_kept_chars, 0
         self.counters = Counters()
         self.is_draining = False
         self.running, self.held_bytes = 0, 0
@@ -126,14 +136,25 @@ class CallQueue:
             if call.id is None and not future.done():
                 future.set_result(_not_run("its caller has gone", 0.0))
 
-    def _remember(self, name: str, future: asyncio.Future) -> None:
-        now = time.monotonic()
+    def _remember(self, name: str, future: "asyncio.Future[Ended]") -> None:
+        self._known[name] = future, math.inf
+
+        def ended(_) -> None:
+            self._known[name] = future, time.monotonic()
+            self._kept_chars += _chars(future)
+            self._forget()
+
+        future.add_done_callback(ended)
+
+    def _forget(self) -> None:
+        """Let old results go, and more of them when they are large."""
         while self._known:
             oldest, since = next(iter(self._known.values()))
-            if now - since < _REMEMBERED_SECONDS or not oldest.done():
+            is_kept = self._kept_chars <= self.most_kept_chars
+            if not oldest.done() or (is_kept and time.monotonic() - since < _REMEMBERED_SECONDS):
                 break
             self._known.popitem(last=False)
-        self._known[name] = (future, now)
+            self._kept_chars -= _chars(oldest)
 
     async def _send(self) -> None:
         """One of as many loops as there are workers."""
@@ -177,6 +198,11 @@ class CallQueue:
             await asyncio.sleep(0.02)
         for sender in self._senders:
             sender.cancel()
+
+
+def _chars(future: "asyncio.Future[Ended]") -> int:
+    result = future.result().result
+    return len(result.stdout) + len(result.stderr)
 
 
 def _not_run(reason: str, waited: float) -> Ended:

@@ -44,6 +44,10 @@ class PaperDispatch:
     fill_seconds: float = 0.05
 
 
+class _Refused(SandboxError):
+    """The service will not take this request, however often it is sent."""
+
+
 @dataclass
 class _Call:
     """A call on its way; `row` is its form in the service's format."""
@@ -270,7 +274,9 @@ class SandboxClient:
                 error = await self._attempt(missing, settle)
                 if not missing:
                     return
-            reason = f"{type(error).__name__}: {error}, {self._attempts} attempts"
+                reason = f"{type(error).__name__}: {error}, {attempt + 1} attempts"
+                if isinstance(error, _Refused):
+                    return
         finally:
             self._fail(missing.values(), reason, settle)
 
@@ -322,7 +328,8 @@ class SandboxClient:
                     return
                 detail = (await answer.aread()).decode(errors="replace")[:300]
             if answer.status_code != 503 or self._loop.time() > until:
-                raise SandboxError(f"HTTP {answer.status_code}: {detail}")
+                kind = _Refused if answer.status_code < 500 else SandboxError
+                raise kind(f"HTTP {answer.status_code}: {detail}")
             await asyncio.sleep(random.uniform(0.5, 1.5))
 
     async def _verdict(self, prediction: str, gold: str) -> Verdict:
