@@ -4,8 +4,9 @@ The unit is the seed: every interval is Student's t over RL seeds, at 95 %. Eval
 held-out problems, so a selection that only flatters its own training set shows nothing here.
 """
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +65,15 @@ def paired(
     compare: Callable[[pd.Series, pd.Series], pd.Series] = pd.Series.sub,
 ) -> stats.Interval | None:
     """first − second (or another comparison) over the seeds of both arms; None without one."""
+    values = _by_seed(final, column, first, second, compare)
+    return stats.t_interval(values.to_numpy(float)) if len(values) else None
+
+
+def _by_seed(final: pd.DataFrame, column: str, first: str, second: str, compare) -> pd.Series:
+    """The comparison for every seed that both arms have a value of, indexed by seed."""
     wide = final.pivot(index="run_seed", columns="arm", values=column)
-    if first not in wide or second not in wide:
-        return None
-    values = compare(wide[first], wide[second]).replace(np.inf, np.nan).dropna().to_numpy(float)
-    return stats.t_interval(values) if len(values) else None
+    wide = wide.reindex(columns=[first, second])
+    return compare(wide[first], wide[second]).replace(np.inf, np.nan).dropna()
 
 
 def variants(
@@ -78,20 +83,15 @@ def variants(
 
     Columns label, metric, run_seed, value, mean, low, high, n. Only seeds of both arms count.
     """
-    prefix, rows = f"{first}_", []
-    for arm in sorted(a for a in set(final.arm) if a.startswith(prefix)):
-        label = arm.removeprefix(prefix)
-        for column in list(MEASURES)[:3]:
-            wide = final.pivot(index="run_seed", columns="arm", values=column)
-            if f"{second}_{label}" in wide:
-                values = (wide[arm] - wide[f"{second}_{label}"]).dropna()
-                found = stats.t_interval(values.to_numpy(float)) if len(values) else None
-                rows += [
-                    {"label": label, "metric": column, "run_seed": seed, "value": value,
-                     "mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
-                    for seed, value in values.items()
-                ]  # fmt: skip
-    return pd.DataFrame(rows)
+    prefix, tables = f"{first}_", []
+    labels = sorted(a.removeprefix(prefix) for a in set(final.arm) if a.startswith(prefix))
+    for label, metric in itertools.product(labels, list(MEASURES)[:3]):
+        values = _by_seed(final, metric, prefix + label, f"{second}_{label}", pd.Series.sub)
+        if len(values):
+            interval = asdict(stats.t_interval(values.to_numpy(float)))
+            rows = values.rename("value").reset_index()
+            tables.append(rows.assign(label=label, metric=metric, **interval))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ def sandbox(
     """Serve the sandbox over HTTP, until SIGTERM; what was accepted is still answered.
 
     Speaks the formats of code-judge (/run, /run/batch, /run/long-batch, /judge…) and SandboxFusion
-    (/run_code), so that their clients work unchanged, and its own (/v1/calls, streamed).
+    (/run_code), for their clients, and its own (/v1/calls, streamed).
 
     For example:
     $ rstar2lab sandbox serve --port 8765 --workers 8

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from . import extras
 from .sandbox.levels import Limits, SandboxError
+from .sandbox.service import as_pairs
 from .types import ToolResult, ToolStatus
 
 _ATTEMPTS = 3
@@ -88,8 +89,7 @@ class RaySandbox:
 
     def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
         """Run programs, or (program, stdin) pairs. Results in input order."""
-        pairs = [(item, "") if isinstance(item, str) else item for item in programs]
-        found = [self._call(self._run(code, stdin, None, True)) for code, stdin in pairs]
+        found = [self._call(self._run(*pair, None, True)) for pair in as_pairs(programs)]
         return [future.result() for future in found]
 
     async def arun(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny import less_uniform
 from transformers import AutoModelForCausalLM
 
 from rstar2lab import config as cfg
@@ -40,14 +41,8 @@ FAMILIES = {
 
 
 def make_net(config, seed: int = 0):
-    """Random weights, made less uniform, so that a wrong position or mask shows."""
     torch.manual_seed(seed)
-    net = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(5.0)
-    return net
+    return less_uniform(AutoModelForCausalLM.from_config(config).eval())
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

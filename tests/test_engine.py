@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from tiny import less_uniform
 
 from rstar2lab import config as cfg
 from rstar2lab.engines import EngineError, Sampling
@@ -20,13 +21,7 @@ SETTINGS = cfg.Model(layers=2, width=48, heads=3, kv_heads=1, mlp_width=64, max_
 
 
 def make_net(seed: int, vocabulary: int = VOCABULARY):
-    """Random weights, made less uniform, so that a wrong position or mask shows."""
-    net = model.build(SETTINGS, vocabulary, seed).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6.0)
-    return net
+    return less_uniform(model.build(SETTINGS, vocabulary, seed).eval())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -34,7 +34,7 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9]{20}|sk-[A-Za-z0-9]{20}|ghp_[A-Za-z0-9]{20}|A
 SMALL_PARAMETERS = {
     "00_tour": {"train_steps": 1},
     "01_protocol": {},
-    "02_sandbox": {"workers": 2, "rates": [10, 20], "seconds_each": 0.5},
+    "02_sandbox": {"workers": 2, "loads": [0.2, 1.2], "seconds_each": 0.5},
     "03_rollout": {"samples": 2, "slow_seconds": 0.1, "small_kv_tokens": 256},
     "05_reward_noise": {"resamples": 200},
     "06_grpo": {"ratios": 41, "longest": 200},

@@ -48,6 +48,14 @@ def tiny_config(**changes) -> cfg.Config:
     return cfg.from_flat(TINY | {k.replace("__", ".", 1): v for k, v in changes.items()})
 
 
+def less_uniform(net):
+    """Random weights made larger, so that a wrong position or mask shows in the log-probs."""
+    for parameter in net.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(6.0)
+    return net
+
+
 def toml_of(flat: dict) -> str:
     """Flat `section.key` values as a TOML file."""
     sections: dict[str, list[str]] = {}

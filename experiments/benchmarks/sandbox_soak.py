@@ -8,6 +8,7 @@ on a sandbox at L3 or L4: the hostile programs must not reach the machine.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 from tqdm.auto import tqdm
 
 from rstar2lab import runs
@@ -37,34 +39,17 @@ HOSTILE = (
 SHARE = 0.02
 
 
-def tree(root: int) -> list[int]:
-    """`root` and all processes below it."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(name))
-    found = [root]
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
 def footprint() -> dict:
     """Of this process and everything below it; memory is proportional, so forks count once."""
     found = {"processes": 0, "descriptors": 0, "memory_mb": 0.0}
-    for pid in tree(os.getpid()):
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            found["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
-        except OSError:
-            continue
-        found["processes"] += 1
-        shares = (line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:"))
-        found["memory_mb"] += round(sum(map(int, shares)) / 1024, 1)
-    return found
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory, descriptors = process.memory_full_info().pss, process.num_fds()
+            found["processes"] += 1
+            found["descriptors"] += descriptors
+            found["memory_mb"] += memory / 2**20
+    return found | {"memory_mb": round(found["memory_mb"], 1)}
 
 
 def main() -> None:

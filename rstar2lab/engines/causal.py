@@ -39,9 +39,9 @@ class _RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         places = self._owner.places
-        row_K = places.row_K - places.rows.start
+        place_K = places.place_K
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
-            stored[places.row_K, :, places.position_K] = new[row_K, :, places.step_K]
+            stored[places.row_K, :, places.position_K] = new[place_K, :, places.step_K]
         length = places.mask_R1SL.shape[-1]
         return self.keys[places.rows, :, :length], self.values[places.rows, :, :length]
 
@@ -104,9 +104,8 @@ class CausalLM:
         self.places = places
         rows, _, steps, _ = places.mask_R1SL.shape
         ids_RS, positions_RS = ids_K.new_zeros(2, rows, steps)
-        row_K = places.row_K - places.rows.start
-        ids_RS[row_K, places.step_K] = ids_K
-        positions_RS[row_K, places.step_K] = places.position_K
+        ids_RS[places.place_K, places.step_K] = ids_K
+        positions_RS[places.place_K, places.step_K] = places.position_K
         return {
             "input_ids": ids_RS,
             "position_ids": positions_RS,

@@ -21,6 +21,11 @@ class Places:
     rows: slice
     mask_R1SL: Tensor
 
+    @property
+    def place_K(self) -> Tensor:
+        """Which of `rows` each token belongs to, from 0."""
+        return self.row_K - self.rows.start
+
     @classmethod
     def of(cls, first_row: int, starts_R: np.ndarray, counts_R: np.ndarray, device) -> "Places":
         """Row first_row + r gets counts_R[r] tokens, from position starts_R[r] on."""

@@ -159,7 +159,7 @@ class Qwen3:
             q_RSHD = q_KHD[:, None]
         else:
             q_RSHD = q_KHD.new_zeros(rows, steps, *q_KHD.shape[1:])
-            q_RSHD[places.row_K - places.rows.start, places.step_K] = q_KHD
+            q_RSHD[places.place_K, places.step_K] = q_KHD
         q = q_RSHD.transpose(1, 2).reshape(rows, shape.kv_heads, -1, shape.head_width)
         scores = q @ keys[:, :, :length].transpose(-1, -2)
         scores = scores.view(rows, shape.heads, steps, length) + places.mask_R1SL
@@ -167,7 +167,7 @@ class Qwen3:
         mixed = (weights @ values[:, :, :length]).view(rows, shape.heads, steps, -1)
         if steps == 1:
             return mixed[:, :, 0]
-        return mixed[places.row_K - places.rows.start, :, places.step_K]
+        return mixed[places.place_K, :, places.step_K]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ..rewards import ServiceFailure, Verdict
 from ..types import ToolResult, ToolStatus
 from .formats import from_our_result
 from .levels import SandboxError
+from .service import as_pairs
 
 _PATIENCE_SECONDS = 600.0  # for a result whose call waits in a long queue, or for a full queue
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -111,8 +112,8 @@ class SandboxClient:
 
     def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
         """Run programs, or (program, stdin) pairs. Results in input order."""
-        pairs = [(item, "") if isinstance(item, str) else item for item in programs]
-        return [future.result() for future in self._send([self._row(*pair) for pair in pairs])]
+        rows = [self._row(*pair) for pair in as_pairs(programs)]
+        return [future.result() for future in self._send(rows)]
 
     async def arun(
         self, code: str, stdin: str = "", *, seconds: float | None = None, echo: bool = True

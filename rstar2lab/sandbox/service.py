@@ -110,7 +110,7 @@ class Sandbox:
 
     def run_many(self, programs: Iterable[str | tuple[str, str]]) -> list[ToolResult]:
         """Run programs, or (program, stdin) pairs, over all workers. Results in input order."""
-        pairs = [(item, "") if isinstance(item, str) else item for item in programs]
+        pairs = as_pairs(programs)
         submitted = time.monotonic()
         futures = [self._state.submit(self._run, *pair, submitted) for pair in pairs]
         return [future.result() for future in futures]
@@ -166,6 +166,11 @@ class Sandbox:
             return to_result(raw, limits, waited)
         state.give(worker)
         return failure(reason, waited)
+
+
+def as_pairs(programs: Iterable[str | tuple[str, str]]) -> list[tuple[str, str]]:
+    """Programs, or (program, stdin) pairs, as pairs."""
+    return [(item, "") if isinstance(item, str) else item for item in programs]
 
 
 def _options(limits: Limits, seconds: float | None, echo: bool) -> tuple[dict, Limits]:
