@@ -20,7 +20,7 @@ from rstar2lab.sandbox.levels import Limits, SandboxError
 
 _GRACE_SECONDS = 10.0  # a slot that is silent for so long after the limit is given up
 _START_SECONDS = 120.0
-_ENVIRONMENT = {
+ENVIRONMENT = {  # of every worker: nothing of the owner's
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
@@ -50,7 +50,7 @@ class RawResult:
     status: str
     code: int | None
     signal: int | None
-    is_alive: bool
+    state: str  # of a session: kept, restored or lost
     seconds: float
     stdout: bytes
     stderr: bytes
@@ -90,7 +90,7 @@ class Worker:
             header["status"],
             header["code"],
             header["signal"],
-            header["alive"],
+            header["state"],
             header["seconds"],
             stdout,
             stderr,
@@ -171,7 +171,7 @@ def _start(control: socket.socket) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )
