@@ -20,7 +20,7 @@ from rstar2lab.sandbox.levels import Limits, SandboxError
 
 _GRACE_SECONDS = 10.0  # a slot that is silent for so long after the limit is given up
 _START_SECONDS = 120.0
-ENVIRONMENT = {  # of every worker: nothing of the owner's
+_ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
@@ -171,7 +171,7 @@ def _start(control: socket.socket) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
-        env=ENVIRONMENT,
+        env=_ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )
