@@ -597,14 +597,81 @@ def test_limits_of_a_session_hold_per_call():
         assert session.run("while True: pass").status is ToolStatus.TIMEOUT
 
 
-@pytest.mark.parametrize("end", ["while True: pass", "import os; os._exit(3)"])
-def test_a_session_that_ended_says_so_and_starts_clean(sandbox, end):
+ENDS = ["while True: pass", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)",
+        "import os; os.kill(os.getpid(), 9)", "while True: print('x' * 10_000)"]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_call_that_ends_the_process_of_a_session_is_undone_and_says_so(sandbox, end):
     with sandbox.session() as session:
+        session.run("x, y = [1], 2")
+        for _ in range(2):
+            result = session.run(f"x.append(2); y = 3; open('f', 'w').write('1')\n{end}")
+            assert result.status is not ToolStatus.OK
+            assert "went back to its state before this call" in result.stderr
+            shown = session.run("import os; x, y, os.listdir('.')")
+            assert (shown.stdout, shown.stderr) == ("([1], 2, ['f'])\n", "")
+
+
+def test_a_session_that_loses_its_state_says_so_and_starts_clean(caged):
+    with caged.session() as session:
         session.run("x = 1\nopen('f', 'w').write('1')")
-        result = session.run(end)
-        assert result.status is not ToolStatus.OK
-        assert "state is lost" in result.stderr
+        result = session.run("import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()")
+        assert result.status is ToolStatus.ERROR and "its state is lost" in result.stderr
         assert session.run("import os; 'x' in globals(), os.listdir('.')").stdout == "(False, [])\n"
+
+
+def test_threads_and_children_of_a_session_live_on_and_rest_between_calls(sandbox):
+    with sandbox.session() as session:
+        session.run(
+            "import subprocess, threading, time\nticks = 0\ndef tick():\n    global ticks\n"
+            "    while True:\n        ticks += 1; time.sleep(0.001)\n"
+            "threading.Thread(target=tick, daemon=True).start()\n"
+            "child = subprocess.Popen(['sleep', '50'])"
+        )
+        before = int(session.run("ticks").stdout)
+        time.sleep(0.5)
+        assert int(session.run("ticks").stdout) - before < 200
+        assert int(session.run("time.sleep(0.3); ticks").stdout) > before + 20
+        assert session.run("child.poll()").stdout == ""
+        assert session.run("child.kill(); child.wait()").stdout == "-9\n"
+        alone = "import os\ntry: os.wait()\nexcept ChildProcessError: print('none')"
+        assert session.run(alone).stdout == "none\n"
+
+
+def test_a_forged_copy_of_a_session_harms_only_itself(caged):
+    """A thread of an earlier call takes the socket on which the next call's copy answers."""
+    with caged.session() as session:
+        session.run(
+            "import os, threading\ndef answer():\n    while True:\n"
+            "        for fd in range(4, 20):\n            try: os.write(fd, b'kept')\n"
+            "            except OSError: pass\n"
+            "threading.Thread(target=answer, daemon=True).start()"
+        )
+        for _ in range(5):
+            session.run("1")
+            session.run("os._exit(1)")
+    assert caged.run("1 + 1").stdout == "2\n"
+
+
+def test_open_sessions_are_bounded():
+    with Sandbox(1, SHORT, most_sessions=2) as sandbox:
+        first, second = sandbox.session(), sandbox.session()
+        with pytest.raises(SandboxError, match="found 2 open sessions.*most_sessions"):
+            sandbox.session()
+        first.close()
+        assert sandbox.session().run("1").stdout == "1\n"
+        assert second.run("2").stdout == "2\n"
+
+
+def test_processes_of_a_session_are_as_many_after_many_calls(sandbox):
+    with sandbox.session() as session:
+        session.run("x = 0")
+        before = len(descendants(os.getpid()))
+        for n in range(40):
+            session.run("os._exit(1)" if n % 4 == 0 else "import os; x += 1")
+        assert session.run("x").stdout == "30\n"
+        assert wait_until(lambda: len(descendants(os.getpid())) == before)
 
 
 def test_a_session_that_forges_its_answer_harms_only_itself(sandbox):

@@ -24,12 +24,14 @@ class Cgroup:
     kill_counter: int
 
     @classmethod
-    def create(cls, limits: Limits) -> "Cgroup":
+    def create(cls, limits: Limits, states: int) -> "Cgroup":
         """Make the directories, set the limits, move this process in.
+
+        states: 2 for a session, whose sleeping copy may come to share nothing with the program.
 
         Raises: OSError when the hierarchy is not writable, leaving nothing behind.
         """
-        memory = (limits.memory_mb + limits.file_mb + _SLACK_MB) * 2**20
+        memory = (states * limits.memory_mb + limits.file_mb + _SLACK_MB) * 2**20
         made: list[str] = []
         try:
             counter = _create(made, memory, limits.processes + 4)

@@ -1,8 +1,9 @@
 """How a slot (one warm worker process) confines its calls at each level.
 
 `NamespaceJail` (L3, L4): the slot is process 1 of its own pid namespace and lives on a private root
-of read-only binds; `ProcessJail` (L0-L2): filters and limits only. Both offer the same five verbs:
-`set_up` once, `confine` in each forked child, `kill_all` and `reset_box` after each call, `close`.
+of read-only binds; `ProcessJail` (L0-L2): filters and limits only. Both offer the same verbs:
+`set_up` once, `confine` in each forked child, `kill_all` and `reset_box` after each call, `pause`
+and `resume` around a session's calls, `close`.
 """
 
 import errno
@@ -23,6 +24,7 @@ _OWN_USER_BASE = 1_000_000  # user ids of slots that root starts; the slot's pid
 _MAPPED_USER = 1000  # the name of the owner inside a user namespace; not 0: exec must not regain
 _BOX_INODES = 8192
 _REPORT_BYTES = 16 * 2**20
+_SWEEPS = 200  # a millisecond apart: so often the living are looked for before all are killed
 _MOST_DESCRIPTORS = 256
 _SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache",
                  "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")  # fmt: skip
@@ -152,16 +154,28 @@ class ProcessJail:
         paths = [*_SYSTEM_PATHS, *interpreter_paths(), *self.plan.readable]
         return seccomp.build_ruleset(paths, self.box)
 
-    def kill_all(self, child: int) -> None:
-        """Kill the child's session, and what left it, until no descendant is left."""
-        for _ in range(200):
-            _kill_group(child)
+    def kill_all(self, child: int, spared: int = 0) -> None:
+        """Kill the child's session, and what left it, until no descendant but `spared` is left."""
+        for _ in range(_SWEEPS):
+            if not spared:
+                _kill_group(child)
             alive = [pid for pid in descendants(os.getpid()) if not _is_reaped(pid, child)]
+            alive = [pid for pid in alive if pid != spared]
             for pid in alive:
-                _kill(pid)
+                _signal(pid, signal.SIGKILL)
             if not alive or alive == [child] and _is_zombie(child):
                 return
             time.sleep(0.001)
+
+    def pause(self) -> None:
+        """Stop every process of the session until `resume`."""
+        for pid in descendants(os.getpid()):
+            _signal(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them run again."""
+        for pid in descendants(os.getpid()):
+            _signal(pid, signal.SIGCONT)
 
     def reset_box(self) -> None:
         """Delete what the call wrote; the directory itself is made anew."""
@@ -197,10 +211,11 @@ def become_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _kill(pid: int) -> None:
+def _signal(pid: int, number: int) -> None:
+    """Send a signal; a process that is gone, or that may not be reached, is no error."""
     try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
         pass
 
 
@@ -220,7 +235,7 @@ def _stat_fields(pid: int | str) -> list[str] | None:
         return None
 
 
-def _is_zombie(pid: int) -> bool:
+def _is_zombie(pid: int | str) -> bool:
     fields = _stat_fields(pid)
     return fields is None or fields[0] in "ZX"
 
@@ -235,13 +250,29 @@ def _is_reaped(pid: int, main_child: int) -> bool:
         return _stat_fields(pid) is None
 
 
-def descendants(root: int) -> list[int]:
-    """Process ids below `root`, itself excluded, from /proc."""
+def _living() -> list[int]:
+    """Processes that /proc shows, zombies left out."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and not _is_zombie(name)]
+
+
+def _parents() -> dict[int, int]:
+    """Parent of each process that /proc shows."""
     parents = {}
     for name in os.listdir("/proc"):
         fields = _stat_fields(name) if name.isdigit() else None
         if fields:
             parents[int(name)] = int(fields[1])
+    return parents
+
+
+def children(parent: int) -> list[int]:
+    """Processes whose parent is `parent`."""
+    return [pid for pid, its_parent in _parents().items() if its_parent == parent]
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below `root`, itself excluded, from /proc."""
+    parents = _parents()
     found, frontier = [], {root}
     while frontier:
         frontier = {pid for pid, parent in parents.items() if parent in frontier}
@@ -261,6 +292,7 @@ class NamespaceJail:
     filter: seccomp.Filter | None = None
     cgroup: Cgroup | None = None
     links: dict[str, str] = field(default_factory=dict)  # in the box, to sources it would cover
+    untouched: tuple = ()  # state of the box before a call
 
     def leave_host(self) -> None:
         """In the helper: cgroup and namespaces; the next forked process is process 1.
@@ -268,7 +300,7 @@ class NamespaceJail:
         Raises: OSError when the kernel or the container refuses.
         """
         if self.plan.level == "L4":
-            self.cgroup = Cgroup.create(self.plan.limits)
+            self.cgroup = Cgroup.create(self.plan.limits, states=2 if self.plan.is_session else 1)
         flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
         flags |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
         if self.plan.has_user_namespace:
@@ -297,6 +329,7 @@ class NamespaceJail:
         for path, target in self.links.items():
             os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
             os.symlink(target, path)
+        self.untouched = self._box_state()
 
     def confine(self) -> None:
         """In the forked child: limits, no privileges, filter. There is no way back."""
@@ -311,17 +344,44 @@ class NamespaceJail:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         self.filter.apply()
 
-    def kill_all(self, child: int) -> None:
-        """Kill every process of the namespace but the slot, at one stroke, and reap the orphans."""
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+    def kill_all(self, child: int, spared: int = 0) -> None:
+        """Kill every process of the namespace but the slot and `spared`.
+
+        Without one to spare: at one stroke. Else all are stopped, so that none can escape by
+        forking, and killed one by one; if that does not end, the spared dies with the rest.
+        """
+        for _ in range(_SWEEPS if spared else 0):
+            self.pause()
+            alive = set(_living())
+            if spared not in alive:  # dead, or /proc could not be mounted
+                break
+            others = alive - {os.getpid(), spared}
+            if not others:
+                return self.resume()
+            for pid in others:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.001)
+        _signal(-1, signal.SIGKILL)
+
+    def pause(self) -> None:
+        """Stop every process of the session until `resume`."""
+        _signal(-1, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them run again."""
+        _signal(-1, signal.SIGCONT)
 
     def reset_box(self) -> None:
-        """A fresh private directory: nothing of the call is left."""
-        kernel.unmount(self.box)
-        self._mount_box()
+        """A fresh private directory: nothing of the call is left. An untouched one is kept."""
+        if self.links or os.listdir(self.box) or self._box_state() != self.untouched:
+            kernel.unmount(self.box)
+            self._mount_box()
+
+    def _box_state(self) -> tuple:
+        """What a program can change of the directory itself, beside what it holds."""
+        stat = os.stat(self.box)
+        names = os.listxattr(self.box)
+        return stat.st_mode, stat.st_uid, stat.st_gid, stat.st_mtime_ns, stat.st_ctime_ns, *names
 
     def count_memory_kills(self) -> int:
         """Processes that the kernel killed at the cgroup's memory limit so far."""

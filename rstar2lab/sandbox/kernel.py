@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import sys
+from functools import lru_cache
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC = 1, 2, 4, 8, 4096, 16384
 MS_PRIVATE = 1 << 18
@@ -15,7 +16,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NAME = 1, 4, 8, 15
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 CAP_DAC_READ_SEARCH = 2
 MADV_COLLAPSE = 25
@@ -28,6 +29,7 @@ _NUMBERS = {
 _MOUNT_SETATTR = 442  # the same on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def _check(result: int, what: str) -> int:
@@ -43,11 +45,10 @@ def syscall(number: int, *arguments, what: str = "syscall") -> int:
     return _check(_libc.syscall(ctypes.c_long(number), *wide), what)
 
 
-def prctl(option: int, *arguments) -> int:
-    """prctl(2). Raises: OSError."""
-    wide = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-    wide += [ctypes.c_ulong(0)] * (4 - len(wide))
-    return _check(_libc.prctl(ctypes.c_int(option), *wide), f"prctl({option})")
+def prctl(option: int, first: int = 0, second: int = 0) -> None:
+    """prctl(2); addresses as integers. Raises: OSError."""
+    if _libc.prctl(option, first, second, 0, 0) < 0:
+        _check(-1, f"prctl({option})")
 
 
 def unshare(flags: int) -> None:
@@ -97,11 +98,15 @@ def set_host_name(name: str) -> None:
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
+@lru_cache
+def _capability_request(mask: int) -> tuple[ctypes.Array, ctypes.Array]:
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    return (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+
+
 def set_capabilities(mask: int) -> None:
     """Keep exactly the capabilities of `mask` (permitted and effective). Raises: OSError."""
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    low, high = mask & 0xFFFFFFFF, mask >> 32
-    data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+    header, data = _capability_request(mask)
     syscall(_NUMBERS[MACHINE]["capset"], ctypes.byref(header), ctypes.byref(data), what="capset")
 
 

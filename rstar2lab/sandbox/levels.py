@@ -71,6 +71,7 @@ _NAMESPACE_STOPS = (
 _KERNEL_BUGS = "bugs of the kernel: this is not a virtual machine"
 _TOTAL_MEMORY = "total memory: processes × memory_mb is possible"
 _DISK_SPACE = "disk space: any number of files of file_mb each"
+_ORPHANS = "a process left behind when the sandbox itself is killed"
 
 LEVELS: dict[str, Level] = {
     "L4": Level(
@@ -92,7 +93,7 @@ LEVELS: dict[str, Level] = {
         "seccomp and Landlock, no namespaces",
         "seccomp, and Landlock that scopes signals (ABI 6) or a user id of its own",
         _BASE_STOPS + _FILTER_STOPS + _PATH_STOPS,
-        ("seeing other processes", _TOTAL_MEMORY, _DISK_SPACE, _KERNEL_BUGS),
+        ("seeing other processes", _ORPHANS, _TOTAL_MEMORY, _DISK_SPACE, _KERNEL_BUGS),
     ),
     "L1": Level(
         "L1",
@@ -101,7 +102,8 @@ LEVELS: dict[str, Level] = {
         _BASE_STOPS + _FILTER_STOPS,
         (
             "reading files of the host, and writing where every user may write, such as /tmp",
-            "signals to processes of the same user",
+            "signals to processes of the same user, and reading their environment",
+            _ORPHANS,
             _TOTAL_MEMORY,
             _DISK_SPACE,
             _KERNEL_BUGS,
@@ -115,8 +117,9 @@ LEVELS: dict[str, Level] = {
         (
             "reading and writing files of the host",
             "network",
-            "signals to processes of the same user",
-            "a process that hides from the clean-up",
+            "signals to processes of the same user, the sandbox's own among them",
+            "namespaces, and mounts by root",
+            _ORPHANS,
             _TOTAL_MEMORY,
             _DISK_SPACE,
             _KERNEL_BUGS,

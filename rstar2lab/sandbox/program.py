@@ -25,16 +25,32 @@ _MESSAGE_CHARS = 600
 _SOURCE_CHARS = 120
 
 
-def open_streams(input_descriptor: int | None) -> None:
-    """New sys.stdin, stdout and stderr on descriptors 0-2; no input: end of file at once."""
-    if input_descriptor is None:
-        input_descriptor = os.open(os.devnull, os.O_RDONLY)
-    if input_descriptor != 0:
-        os.dup2(input_descriptor, 0)
-        os.close(input_descriptor)
+def open_streams() -> None:
+    """New sys.stdin, stdout and stderr on descriptors 0-2."""
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = _line_writer(1)
     sys.stderr = sys.__stderr__ = _line_writer(2)
+
+
+def open_streams_ahead() -> None:
+    """The same in the slot, so that children find them; there, too, the outputs are pipes."""
+    kept, pipes = [os.dup(1), os.dup(2)], os.pipe()
+    for descriptor in (1, 2):
+        os.dup2(pipes[1], descriptor)
+    open_streams()
+    for descriptor, old in zip((1, 2), kept, strict=True):
+        os.dup2(old, descriptor)
+    for descriptor in (*kept, *pipes):
+        os.close(descriptor)
+
+
+def set_input(descriptor: int | None) -> None:
+    """Make it standard input; None: end of file at once."""
+    if descriptor is None:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+    if descriptor != 0:
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
 
 
 def _line_writer(descriptor: int) -> io.TextIOWrapper:
@@ -75,14 +91,14 @@ class Runner:
         self.module.__builtins__ = builtins
         self.namespace = self.module.__dict__
 
-    def enter(self) -> None:
-        """Become `__main__` of this process; the private directory is the place to import from."""
+    def enter(self, directory: str) -> None:
+        """Become `__main__` of this process and its children, which import from `directory`."""
+        _kept.append(sys.modules["__main__"])
         sys.modules["__main__"] = self.module
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, directory)
         threading.excepthook = self._report_thread
         sys.unraisablehook = self._report_thread
         sys.excepthook = lambda kind, error, trace: self.report(error)
-        os._exit = _exit_of(os.getpid())
 
     def run(self, source: bytes, name: str = PROGRAM_NAME, echo: bool = True) -> int:
         """Run one program, as a cell (`echo`) or as a script.
@@ -206,16 +222,19 @@ def flush() -> None:
             pass
 
 
-_leave = os._exit
+leave = os._exit
+
+
+def flush_at_exit() -> None:
+    """Let `os._exit` in this process flush first: what was printed before is not lost."""
+    os._exit = _exit_of(os.getpid())
 
 
 def _exit_of(main_process: int) -> Callable[[int], None]:
-    """`os._exit` for programs: what the main process printed before is not lost."""
-
     def _exit(status: int) -> None:
         if os.getpid() == main_process:
             flush()
-        _leave(status)
+        leave(status)
 
     return _exit
 
@@ -231,4 +250,4 @@ def finish(code: int) -> None:
     if code == -MEMORY_SIGNAL:
         signal.signal(MEMORY_SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), MEMORY_SIGNAL)
-    _leave(code)
+    leave(code)

@@ -111,10 +111,11 @@ class Filter:
         code = build_filter(is_namespaced)
         self._buffer = ctypes.create_string_buffer(code, len(code))
         self._program = self._Program(len(code) // 8, ctypes.addressof(self._buffer))
+        self._address = ctypes.addressof(self._program)
 
     def apply(self) -> None:
         """Install it on this process and all its children. Raises: OSError."""
-        kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.byref(self._program))
+        kernel.prctl(kernel.PR_SET_SECCOMP, 2, self._address)
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

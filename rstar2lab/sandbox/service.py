@@ -56,7 +56,7 @@ class Sandbox:
     exception in one line, "traceback" with the program's own frames. readable: more paths that
     programs may read. tiers: for programs that import these modules, workers that hold them
     already; the first tier that has all that a program imports takes it. A tier starts with its
-    first program (about a second, once).
+    first program (about a second, once). most_sessions: sessions open at one time.
 
     Output is cut to `limits.output_chars` characters per stream, never inside one: standard
     output keeps its head, standard error its tail. Safe to use from several threads and inside a
@@ -76,13 +76,14 @@ class Sandbox:
         errors: str = "line",
         readable: Iterable[str] = (),
         tiers: Iterable[Iterable[str]] = DEFAULT_TIERS,
+        most_sessions: int = 64,
     ):
         if workers < 1:
             raise SandboxError(f"workers={workers}, expected at least 1; raise workers")
         if errors not in ("line", "traceback"):
             raise SandboxError(f"errors={errors!r}, expected 'line' or 'traceback'; choose one")
         self.limits = limits or Limits()
-        self.workers = workers
+        self.workers, self.most_sessions = workers, most_sessions
         levels = AUTOMATIC_LEVELS if level is None else (check_level(level),)
         settings = TemplateSettings(levels, self.limits, tuple(preload), tuple(readable), errors)
         self._state = _State(settings, workers)
@@ -126,8 +127,15 @@ class Sandbox:
         """A stateful session with a worker of its own; use it as a context manager.
 
         After `idle_seconds` without a call its process ends; the next call says so.
+
+        Raises: SandboxError when `most_sessions` are open.
         """
         self._state.check_usable()
+        if len(self._state.sessions) >= self.most_sessions:
+            raise SandboxError(
+                f"found {len(self._state.sessions)} open sessions, expected fewer than"
+                f" {self.most_sessions}; close one, or raise most_sessions"
+            )
         return Session(self, self._state, idle_seconds)
 
     def close(self) -> None:
@@ -320,16 +328,22 @@ class _Tiers:
             state.close()
 
 
-_ENDED = "The session ended; its state is lost."
+_NOTES = {
+    "kept": "",
+    "restored": "The session went back to its state before this call; files stay as they are.",
+    "lost": "The session ended; its state is lost.",
+}
 _EXPIRED = "The session had expired; its state was lost, and this call started clean."
 
 
 class Session:
     """A stateful interpreter, like a notebook kernel: names, files and threads stay.
 
-    Limits hold per call. After a time-out, a crash or a flood of output the state is gone: the
-    result's stderr says so, and the next call starts clean. So it is after a long pause, which the
-    next call's stderr says. One call at a time.
+    Limits hold per call; between calls nothing of the session runs. An exception keeps what the
+    call did before it. A call that ends the process (time-out, crash, flood of output) is undone:
+    names are as they were before it, threads are gone, files stay. Where that fails the state is
+    lost and the next call starts clean, as it does after a long pause. The result's stderr says
+    which of these happened. One call at a time.
     """
 
     def __init__(self, sandbox: Sandbox, state: _State, idle_seconds: float):
@@ -341,6 +355,7 @@ class Session:
         self._is_closed = False
         self._worker: Worker | None = state.replace(is_session=True)
         state.sessions.add(self)
+        self._start_timer()
 
     def run(self, code: str, stdin: str = "") -> ToolResult:
         """Run one cell in the session's namespace. Raises: SandboxError when closed."""
@@ -349,20 +364,21 @@ class Session:
             self._stop_timer()
             if self._is_closed:
                 raise SandboxError("this session is closed; open a new one with sandbox.session()")
+            self._state.check_usable()
             waited = time.monotonic() - submitted
             try:
                 self._worker = self._worker or self._state.replace(is_session=True)
                 raw = self._worker.call(code, stdin)
-            except WorkerDied as error:
+            except (WorkerDied, SandboxError) as error:
                 self._worker = _discard(self._worker)
                 return failure(error, waited, " The session's state is lost.")
             except BaseException:
                 self._worker = _discard(self._worker)
                 raise
-            notes = [_EXPIRED] * self._has_expired + [_ENDED] * (not raw.is_alive)
+            notes = [_EXPIRED] * self._has_expired + [_NOTES[raw.state]]
             self._has_expired = False
             self._start_timer()
-        return to_result(raw, self._state.settings.limits, waited, " ".join(notes))
+        return to_result(raw, self._state.settings.limits, waited, " ".join(notes).strip())
 
     def _start_timer(self) -> None:
         self._timer = threading.Timer(self._idle_seconds, self._expire)
@@ -385,6 +401,7 @@ class Session:
     def close(self) -> None:
         """End the session's process and whatever it started."""
         self._is_closed = True
+        self._state.sessions.discard(self)
         self._stop_timer()
         self._worker = _discard(self._worker)
 

@@ -8,9 +8,11 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
 from dataclasses import dataclass
 
+from rstar2lab.sandbox import child as child_process
 from rstar2lab.sandbox import program, wire
 from rstar2lab.sandbox.capture import Capture
 from rstar2lab.sandbox.jail import NamespaceJail, ProcessJail
@@ -18,14 +20,13 @@ from rstar2lab.sandbox.levels import OUTPUT_KILL_FACTOR, Limits
 
 _FIRST_CHECK_SECONDS = 0.02
 _CPU_COUNT = os.cpu_count() or 1
-_CONTROL_KIND = (socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages: a program that writes
-_CELL, _SCRIPT = b"C", b"S"  # whether a last expression is shown
-_CONFINED = b"confined"  # nonsense to it cannot make the slot wait for the rest
+_COPY_SECONDS = 1.0  # a session's copy that has not answered until then is done without
+_CREDENTIALS = struct.Struct("=3i")  # process, user, group: written by the kernel
 
 
 @dataclass
 class Child:
-    """A forked child that waits for a program, or runs one."""
+    """A forked child that waits for a program, or runs one, or is a session's sleeping copy."""
 
     pid: int
     pidfd: int
@@ -40,6 +41,19 @@ class Child:
             return time.clock_gettime((~self.pid << 3) | 2) - self.cpu_before
         except OSError:
             return 0.0
+
+    def is_alive(self) -> bool:
+        """False when the process has ended."""
+        return not select.select([self.pidfd], [], [], 0)[0]
+
+    def end(self) -> None:
+        """Kill and reap a copy that is not needed."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:  # not ours: a process of the program that posed as the copy
+            pass
+        self.close()
 
     def close(self) -> None:
         """Close the slot's ends."""
@@ -65,10 +79,13 @@ class Slot:
         self.runner, self.is_session = program.Runner(errors), is_session
         self.captures = [Capture(limits.output_chars, tail) for tail in (False, True)]
         self.child: Child | None = None
+        self.copy_control: socket.socket | None = None  # where a session's copy will answer
         self.done = b""
 
     def prepare(self) -> None:
         """Fork a child ahead and see that its confinement holds. Raises: OSError if not."""
+        program.open_streams_ahead()
+        self.runner.enter(self.jail.box)
         self.child = self._fork_child()
         self._await_confined()
 
@@ -76,7 +93,7 @@ class Slot:
         """Read the child's report, once. Raises: OSError when it is not confined."""
         if not self.child.is_confined:
             report = self.child.control.recv(1000)
-            if report != _CONFINED:
+            if report != child_process.CONFINED:
                 raise OSError(report.decode() or "the child died before it was confined")
             self.child.is_confined = True
 
@@ -98,11 +115,12 @@ class Slot:
             self.jail.close()
 
     def _fork_child(self) -> Child:
-        control, child_control = socket.socketpair(*_CONTROL_KIND)
+        control, child_control = socket.socketpair(*child_process.KIND)
         pipes = [os.pipe(), os.pipe()]
         pid = os.fork()
         if pid == 0:
-            _be_child(self, child_control, [writer for _, writer in pipes])
+            writers = [writer for _, writer in pipes]
+            child_process.live(child_control, writers, self.jail, self.runner, self.is_session)
         child_control.close()
         for reader, writer in pipes:
             os.close(writer)
@@ -118,11 +136,12 @@ class Slot:
         started = time.monotonic()
         cause = self._watch(started)
         seconds = time.monotonic() - started
+        copy = self._take_copy() if self.is_session else None
         if cause == "done":
-            header = self._session_header()
+            header = self._session_header(copy)
         else:
-            header = self._end_child(self.child, cause, kills_before)
-            self.child = None
+            header = self._end_child(self.child, cause, kills_before, copy)
+            self.child = copy if header["state"] == "restored" else None
         self._reply(header, seconds)
         if self.child is None:
             self.jail.reset_box()
@@ -130,11 +149,35 @@ class Slot:
     def _hand_over(self, descriptors: list[int], echo: bool) -> None:
         """Give the program to the waiting child. Raises: OSError when the child is unfit."""
         self._await_confined()
-        socket.send_fds(self.child.control, [_CELL if echo else _SCRIPT], descriptors)
+        if self.is_session:
+            self.jail.resume()
+            self.copy_control, spare = socket.socketpair(*child_process.KIND)
+            self.copy_control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            descriptors.insert(1, spare.detach())
+        message = child_process.CELL if echo else child_process.SCRIPT
+        socket.send_fds(self.child.control, [message], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self.child.cpu_before = 0.0
         self.child.cpu_before = self.child.cpu_seconds()
+
+    def _take_copy(self) -> Child | None:
+        """The copy that a session's child left before its call; None where there is none.
+
+        Its process number comes from the kernel, not from its message, which could be forged.
+        """
+        control, self.copy_control = self.copy_control, None
+        try:
+            control.settimeout(_COPY_SECONDS)
+            message, extra, _, _ = control.recvmsg(100, socket.CMSG_SPACE(_CREDENTIALS.size))
+            pid = _CREDENTIALS.unpack(extra[0][2])[0] if message == child_process.KEPT else 0
+            if pid in (0, self.child.pid):
+                raise wire.Disconnected("no copy")
+            control.settimeout(None)
+            return Child(pid, os.pidfd_open(pid), control, {}, is_confined=True)
+        except OSError:
+            control.close()
+            return None
 
     def _watch(self, started: float) -> str:
         """Wait for the end of the call. Returns why it ended: exit, done, timeout or output."""
@@ -157,15 +200,9 @@ class Slot:
                 raise wire.Disconnected("the owner left during a call")
             if child.pidfd in events:
                 return "exit"
-            if self.is_session and child.control.fileno() in events and self._is_done():
-                return "done"
-
-    def _is_done(self) -> bool:
-        """True when the session's child says that its program ended; false when it is dying."""
-        self.done = self.child.control.recv(1000)
-        if not self.done:
-            self.jail.kill_all(self.child.pid)
-        return bool(self.done)
+            if self.is_session and child.control.fileno() in events:
+                self.done = child.control.recv(1000)
+                return "done" if self.done else "exit"
 
     def _seconds_left(self, started: float) -> float:
         """Until the next look at the clocks; ≤ 0 when a limit is reached.
@@ -196,30 +233,41 @@ class Slot:
             except BlockingIOError:
                 pass
 
-    def _session_header(self) -> dict:
+    def _session_header(self, copy: Child | None) -> dict:
+        """The reply when a session's program ended: what it left is the new state, and sleeps."""
+        if copy:
+            copy.end()
+        self.jail.pause()
         self._drain(self.child)
         code = int(self.done) if self.done.removeprefix(b"-").isdigit() else 1
-        if code == -program.MEMORY_SIGNAL:
-            return {"status": "MEMORY", "code": None, "signal": None, "alive": True}
-        return {"status": "ERROR" if code else "OK", "code": code, "signal": None, "alive": True}
+        is_memory = code == -program.MEMORY_SIGNAL
+        status = "MEMORY" if is_memory else "ERROR" if code else "OK"
+        return {"status": status, "code": None if is_memory else code, "signal": None,
+                "state": "kept"}  # fmt: skip
 
-    def _end_child(self, child: Child, cause: str = "owner", kills_before: int = 0) -> dict:
-        """Kill and reap all that is left of the call. Returns the header of the reply."""
-        self.jail.kill_all(child.pid)
+    def _end_child(
+        self, child: Child, cause: str = "owner", kills_before: int = 0, copy: Child | None = None
+    ) -> dict:
+        """Kill and reap all that is left of the call, but a copy. Returns the reply's header."""
+        self.jail.kill_all(child.pid, copy.pid if copy else 0)
         _, wait_status, usage = os.wait4(child.pid, 0)
-        _reap_orphans()
+        is_restored = bool(copy) and copy.is_alive()
+        _reap_orphans(os.WNOHANG if is_restored else 0)
         self._drain(child)
+        if is_restored:
+            copy.outputs, child.outputs = child.outputs, {}
+        elif copy:
+            copy.close()
         child.close()
         code = os.waitstatus_to_exitcode(wait_status)
         cpu = usage.ru_utime + usage.ru_stime - child.cpu_before
         was_starved = self.jail.count_memory_kills() > kills_before
-        status = self._status(cause, code, cpu, was_starved)
         is_signal = code < 0
         return {
-            "status": status,
+            "status": self._status(cause, code, cpu, was_starved),
             "code": None if is_signal else code,
             "signal": -code if is_signal else None,
-            "alive": False,
+            "state": "restored" if is_restored else "lost",
         }
 
     def _status(self, cause: str, code: int, cpu: float, was_starved: bool) -> str:
@@ -247,78 +295,10 @@ class Slot:
             capture.clear()
 
 
-def _reap_orphans() -> None:
-    """Wait for every remaining child: all of them have been killed."""
+def _reap_orphans(options: int = 0) -> None:
+    """Wait for every remaining child: all of them have been killed. WNOHANG: but the copy."""
     try:
-        while True:
-            os.waitpid(-1, 0)
+        while os.waitpid(-1, options)[0]:
+            pass
     except ChildProcessError:
         pass
-
-
-def _be_child(slot: Slot, control: socket.socket, writers: list[int]) -> None:
-    """In the forked child: confine, wait for a program, run it. Never returns."""
-    code = 1
-    try:
-        control = _keep_only(control, writers)
-        _confine(slot, control)
-        run = _run_session if slot.is_session else _run_once
-        code = run(control, slot.runner)
-    except OSError:  # the slot is gone, or the confinement failed: nothing has run
-        pass
-    finally:
-        program.finish(code)
-
-
-def _confine(slot: Slot, control: socket.socket) -> None:
-    """Give up everything that the level forbids, and report. Raises: OSError."""
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
-        slot.jail.confine()
-    except OSError as error:
-        control.send(str(error).encode())
-        raise
-    control.send(_CONFINED)
-
-
-def _keep_only(control: socket.socket, writers: list[int]) -> socket.socket:
-    """Put the pipes on descriptors 1 and 2, the control socket on 3, and close all others."""
-    spare = os.dup(control.detach())
-    os.dup2(writers[0], 1)
-    os.dup2(writers[1], 2)
-    if spare != 3:
-        os.dup2(spare, 3, inheritable=False)
-    os.closerange(4, 1 << 20)
-    return socket.socket(*_CONTROL_KIND, fileno=3)
-
-
-def _receive_program(control: socket.socket) -> tuple[bytes, bool]:
-    """Wait for the program and whether it is a cell; its standard input becomes descriptor 0.
-
-    Raises: Disconnected when the slot is gone.
-    """
-    message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-    if not message:
-        raise wire.Disconnected("the slot is gone")
-    source = wire.load(descriptors[0])
-    program.open_streams(descriptors[1] if len(descriptors) > 1 else None)
-    return source, message == _CELL
-
-
-def _run_once(control: socket.socket, runner: program.Runner) -> int:
-    program.reseed()
-    source, echo = _receive_program(control)
-    control.close()
-    runner.enter()
-    return runner.run(source, echo=echo)
-
-
-def _run_session(control: socket.socket, runner: program.Runner) -> int:
-    program.reseed()
-    runner.enter()
-    count = 0
-    while True:
-        (source, echo), count = _receive_program(control), count + 1
-        code = runner.run(source, f"<cell {count}>", echo)
-        control.send(str(code).encode())

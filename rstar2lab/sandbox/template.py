@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 
 from rstar2lab.sandbox import cgroup, kernel, program, wire
-from rstar2lab.sandbox.jail import NamespaceJail, Plan, ProcessJail
+from rstar2lab.sandbox.jail import NamespaceJail, Plan, ProcessJail, children
 from rstar2lab.sandbox.levels import Limits
 from rstar2lab.sandbox.slot import Slot
 
@@ -49,7 +49,8 @@ def main(descriptor: int) -> None:
     """Entry point of the template process; `descriptor` is the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    kernel.prctl(kernel.PR_SET_NAME, b"rstar2lab-sbx")
+    with open("/proc/self/comm", "w") as name:
+        name.write("rstar2lab-sbx")
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     try:
@@ -203,11 +204,21 @@ class Template:
         signal.pidfd_send_signal(record.pidfd, signal.SIGKILL)
         os.close(record.pidfd)
         _reap(record.pid)
+        if self.plan and self.plan.level not in ("L3", "L4"):
+            self._end_orphans()
         remove_leftovers(record.leftovers)
 
+    def _end_orphans(self) -> None:
+        """Kill what a slot without a namespace left: it has become ours, beside the other slots."""
+        slots = {record.pid for record in self.records.values()}
+        while orphans := set(children(os.getpid())) - slots:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                _reap(pid)
+
     def _end_slots(self) -> None:
-        for record in self.records.values():
-            self._bury(record)
+        while self.records:
+            self._bury(self.records.popitem()[1])
         cgroup.sweep()
 
 

@@ -50,7 +50,7 @@ class RawResult:
     status: str
     code: int | None
     signal: int | None
-    is_alive: bool
+    state: str  # of a session: kept, restored or lost
     seconds: float
     stdout: bytes
     stderr: bytes
@@ -90,7 +90,7 @@ class Worker:
             header["status"],
             header["code"],
             header["signal"],
-            header["alive"],
+            header["state"],
             header["seconds"],
             stdout,
             stderr,
