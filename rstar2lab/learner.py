@@ -50,7 +50,6 @@ class Batch:
     """Padded tensors of several trajectories. Axis T is over prompt and response tokens."""
 
     ids_BT: Tensor
-    attention_BT: Tensor
     mask_BT: Tensor  # True on trained tokens
     old_logprobs_BT: Tensor
     advantages_B: Tensor
@@ -104,17 +103,14 @@ def make_batch(samples: Sequence[Sample], device: str | torch.device = "cpu") ->
         return torch.from_numpy(padded_BT).to(device)
 
     ids_BT = responses([s.trajectory.response_ids for s in samples], np.int64)
-    attention_BT = torch.zeros(size, dtype=torch.bool)
-    for row, (sample, (start, end)) in enumerate(zip(samples, spans, strict=True)):
-        ids_BT[row, :start] = torch.from_numpy(np.asarray(sample.trajectory.prompt_ids, np.int64))
-        attention_BT[row, :end] = True
+    for ids_T, sample, start in zip(ids_BT, samples, starts, strict=True):
+        ids_T[:start] = torch.from_numpy(np.asarray(sample.trajectory.prompt_ids, np.int64))
     engine = [s.trajectory.logprobs for s in samples]
     old = [e if s.old_logprobs is None else s.old_logprobs
            for e, s in zip(engine, samples, strict=True)]  # fmt: skip
     advantages = np.asarray([s.advantage for s in samples], np.float32)
     return Batch(
         ids_BT=ids_BT,
-        attention_BT=attention_BT.to(device),
         mask_BT=responses([s.trained_mask for s in samples], bool),
         old_logprobs_BT=responses(old, np.float32),
         advantages_B=torch.from_numpy(advantages).to(device),
@@ -162,9 +158,8 @@ def _statistics(
 ) -> tuple[Tensor, ...]:
     is_half = dtype != torch.float32
     with torch.autocast(batch.ids_BT.device.type, dtype if is_half else None, enabled=is_half):
-        hidden = model.base_model(
-            input_ids=batch.ids_BT, attention_mask=batch.attention_BT, use_cache=False
-        ).last_hidden_state
+        # No attention mask: padding is on the right, where no token of a causal model looks.
+        hidden = model.base_model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
     predicts_BT = batch.mask_BT[:, 1:]
     found = logprobs.token_statistics(
         hidden[:, :-1][predicts_BT].to(dtype) if is_half else hidden[:, :-1][predicts_BT],

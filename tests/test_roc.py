@@ -154,17 +154,25 @@ def test_paper_halves_every_class_for_a_group_of_32():
         assert kept_counts(rewards, kept) == (16 - failures, failures)
 
 
-@pytest.mark.parametrize("floors", [(0, 0), (2, 2), (5, 0), (0, 7), (40, 40)])
-def test_quotas_sum_to_keep_inside_the_group_for_every_size(floors):
+def groups_up_to_64():
+    """(successes, failures, keep) of every group of 1 to 64 rollouts."""
     for size in range(1, 65):
         for keep in range(1, size + 1):
             for successes in range(size + 1):
-                failures = size - successes
-                for quota in (
-                    roc.failure_quota(successes, failures, keep, floors),
-                    roc._release_failure_quota(successes, failures, keep),
-                ):
-                    assert 0 <= quota <= failures and 0 <= keep - quota <= successes
+                yield successes, size - successes, keep
+
+
+@pytest.mark.parametrize("floors", [(0, 0), (2, 2), (5, 0), (0, 7), (40, 40)])
+def test_quotas_sum_to_keep_inside_the_group_for_every_size(floors):
+    for successes, failures, keep in groups_up_to_64():
+        quota = roc.failure_quota(successes, failures, keep, floors)
+        assert 0 <= quota <= failures and 0 <= keep - quota <= successes
+
+
+def test_the_release_s_quotas_sum_to_keep_inside_the_group_for_every_size():
+    for successes, failures, keep in groups_up_to_64():
+        quota = roc._release_failure_quota(successes, failures, keep)
+        assert 0 <= quota <= failures and 0 <= keep - quota <= successes
 
 
 def test_floors_hold_whenever_the_group_allows():

@@ -3,11 +3,14 @@
 8 prompts × 8 completions of exactly 60 tokens, one turn, no tool; one update with the DAPO loss,
 no KL term, float32 on a CPU. Both sides sample, reward (a seeded coin), compute advantages, update
 with AdamW; ours also sends the weights to the engine. Steps of the two alternate, so that a busy
-machine hurts both. `floor`: the step's matrix products alone, with the same shapes.
+machine hurts both. `parts`: where our step's time goes, measured after the steps, wholes and parts
+in turn. `floor`: the step's matrix products alone, with the same shapes.
 
 TRL is no dependency of the kit: `pip install trl==1.16.0` beside it.
 
-    python experiments/benchmarks/rl_step.py --model experiments/results/cold_start/*/model
+    python experiments/benchmarks/rl_step.py --model MODEL
+
+MODEL is one of the folders `experiments/results/cold_start/*/model`.
 """
 
 import argparse
@@ -15,13 +18,14 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from rstar2lab import config, grpo, learner, protocol, rollout, runs
+from rstar2lab.engines import Sampling
 from rstar2lab.engines.torch_engine import TorchEngine
 from rstar2lab.learner import Sample
 from rstar2lab.nano import model, tasks
@@ -43,6 +47,7 @@ class Ours:
         })  # fmt: skip
         net, tokens = model.load(path), FileTokenizer(path / "tokenizer.json")
         tokens.stop_id = -1  # never sampled: every completion has its full length
+        self.loss = settings.loss
         self.learner = learner.LocalLearner(net, settings.optimizer, settings.loss, 1.0)
         self.engine = TorchEngine(
             net.config, net.state_dict(), kv_tokens=1 << 15, max_tokens=settings.model.max_tokens
@@ -54,9 +59,10 @@ class Ours:
         """One step; seconds by part."""
         marks = [time.perf_counter()]
         limits = rollout.RolloutSettings(1, 1, TOKENS, 1.0, 1.0, f"rl_step/{number}")
+        self.sampled = problems, limits
         found = asyncio.run(self._sample(problems, limits))
         marks.append(time.perf_counter())
-        samples = []
+        self.samples = samples = []
         for start in range(0, len(found), SAMPLES):
             group = found[start : start + SAMPLES]
             advantages = grpo.group_advantages(self.rng.integers(0, 2, SAMPLES).astype(float))
@@ -68,6 +74,50 @@ class Ours:
         assert sum(s.num_trained_tokens for s in samples) == PROMPTS * SAMPLES * TOKENS
         parts = dict(zip(("sampling", "update", "weights"), np.diff(marks), strict=True))
         return {"step": sum(parts.values())} | parts
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of parts of a step and of their wholes, on the last step's trajectories.
+
+        `sampling` without `engine` is the rollouts' texts and events; `update` without the four
+        parts before it is clipping, optimizer and statistics.
+        """
+        found, began = {}, time.perf_counter()
+
+        def mark(part: str) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            found[part], began = now - began, now
+
+        asyncio.run(self._sample(*self.sampled))
+        mark("sampling")
+        asyncio.run(self._complete())
+        mark("engine")
+        batch = learner.make_batch(self.samples)
+        mark("batch")
+        logprobs_BT = learner.sampled_logprobs(self.learner.model, batch)
+        mark("forward")
+        size = grpo.UpdateSize(num_tokens=PROMPTS * SAMPLES * TOKENS)
+        loss = grpo.policy_loss(
+            logprobs_BT, batch.old_logprobs_BT, batch.advantages_B, batch.mask_BT,
+            grpo.rule_of(self.loss), size,
+        ).loss  # fmt: skip
+        mark("loss")
+        loss.backward()
+        mark("backward")
+        self.learner.model.zero_grad()
+        self.learner.update(self.samples, self.rng)
+        mark("update")
+        return found
+
+    async def _complete(self):
+        """The last step's completions once more, by the engine alone."""
+
+        async def one(name: str, prompt: list[int], seed: int) -> None:
+            await self.engine.generate(name, prompt, Sampling(TOKENS, seed=seed, entropies=True))
+            await self.engine.abort(name)  # else the next pass would find its prompt in the cache
+
+        prompts = [s.trajectory.prompt_ids.tolist() for s in self.samples]
+        await asyncio.gather(*(one(f"{i}", prompt, i) for i, prompt in enumerate(prompts)))
 
     async def _sample(self, problems, limits):
         return await asyncio.gather(*(
@@ -112,8 +162,8 @@ class Trl:
         self.trainer.train()
 
 
-def measure(path: Path, steps: int) -> dict[str, list[dict]]:
-    """Seconds and CPU seconds of every step of both, ours in between TRL's."""
+def measure(path: Path, steps: int) -> tuple[dict[str, list[dict]], list[dict]]:
+    """Seconds and CPU seconds of every step of both, ours in between TRL's; then our parts."""
     chat = protocol.chat_format("nano", tools=False, response_chars=60)
     problems = tasks.problems(PROMPTS * (steps + WARM_UP), seed=0, held_out=False)
     batches = [problems[at : at + PROMPTS] for at in range(0, len(problems), PROMPTS)]
@@ -131,42 +181,46 @@ def measure(path: Path, steps: int) -> dict[str, list[dict]]:
         clock[:] = time.perf_counter(), time.process_time()
 
     trl.train(after_step)
-    return {name: rows[WARM_UP:] for name, rows in found.items()}
+    parts = [ours.parts() for _ in range(WARM_UP + steps)]
+    return {name: rows[WARM_UP:] for name, rows in found.items()}, parts[WARM_UP:]
 
 
-def products(shape, prompt_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(rows, inputs, outputs) of every product with a weight matrix in one step.
+def products(shape, prompt_tokens: int) -> dict[str, list[tuple[int, int, int]]]:
+    """(rows, inputs, outputs) of every product with a weight matrix in one step, by its part.
 
     Sampling: each prompt once, then 64 rows a time; the head on sampled tokens only. Learning: all
     tokens once forward and two products of the same size backward.
     """
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     width, mixed = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    layer = [(width, heads * shape.head_dim), (mixed, width),
-             (width, 2 * shape.intermediate_size), (shape.intermediate_size, width)]  # fmt: skip
+    layers = shape.num_hidden_layers * [
+        (width, heads * shape.head_dim), (mixed, width),
+        (width, 2 * shape.intermediate_size), (shape.intermediate_size, width),
+    ]  # fmt: skip
     rows, head = PROMPTS * SAMPLES, (width, shape.vocab_size)
-    for _ in range(shape.num_hidden_layers):
-        yield from ((rows * prompt_tokens, *size) for size in layer)
-        yield from ((rows, *size) for size in layer for _ in range(TOKENS))
-        learned = rows * (prompt_tokens + TOKENS)
-        yield from ((learned, *size) for size in layer for _ in range(3))
-    yield from ((rows, *head) for _ in range(TOKENS))
-    yield from ((rows * TOKENS, *head) for _ in range(3))
-
-
-def floor(path: Path, prompt_tokens: int, repeats: int = 3) -> float:
-    """Seconds of those products alone: the best of some repeats."""
-    sizes = list(products(model.load(path).config, prompt_tokens))
-    operands = {
-        (rows, a, b): (torch.randn(rows, a), torch.randn(a, b)) for rows, a, b in set(sizes)
+    forward = [(rows * (prompt_tokens + TOKENS), *size) for size in layers]
+    forward.append((rows * TOKENS, *head))
+    return {
+        "prefill": [(rows * prompt_tokens, *size) for size in layers],
+        "decoding": TOKENS * [(rows, *size) for size in [*layers, head]],
+        "forward": forward,
+        "backward": 2 * forward,
     }
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        for size in sizes:
-            torch.mm(*operands[size])
-        times.append(time.perf_counter() - started)
-    return min(times)
+
+
+def floor(path: Path, prompt_tokens: int, repeats: int = 3) -> dict[str, float]:
+    """Seconds of those products alone, by part: the best of some repeats."""
+    found = {}
+    for part, sizes in products(model.load(path).config, prompt_tokens).items():
+        operands = {(r, a, b): (torch.randn(r, a), torch.randn(a, b)) for r, a, b in set(sizes)}
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            for size in sizes:
+                torch.mm(*operands[size])
+            times.append(time.perf_counter() - started)
+        found[part] = round(min(times), 4)
+    return found | {"step": round(sum(found.values()), 4)}
 
 
 def summary(rows: list[dict]) -> dict:
@@ -181,11 +235,12 @@ def summary(rows: list[dict]) -> dict:
 def case(path: Path, steps: int, threads: int) -> dict:
     """Both steps and the floor, with so many threads."""
     torch.set_num_threads(threads)
-    passes = measure(path, steps)
+    passes, parts = measure(path, steps)
     pairs = zip(passes["TRL"], passes["rstar2lab"], strict=True)
     return {
         "seconds": {name: summary(rows) for name, rows in passes.items()},
-        "floor_seconds": round(floor(path, prompt_tokens=25), 4),
+        "parts_seconds": summary(parts),
+        "floor_seconds": floor(path, prompt_tokens=25),
         "trl_over_rstar2lab": summary([{"step": t["step"] / o["step"]} for t, o in pairs])["step"],
         "highest_load": round(max(row["load"] for row in passes["TRL"]), 2),
     }
@@ -208,7 +263,10 @@ def main() -> None:
         for name, parts in found["seconds"].items():
             print(f"  {name:10}", {key: value["median"] for key, value in parts.items()})
         ratio = found["trl_over_rstar2lab"]
-        print(f"  matrix products alone {found['floor_seconds']}; TRL's step over ours {ratio}")
+        parts = {part: value["median"] for part, value in found["parts_seconds"].items()}
+        print("  parts of ours        ", parts)
+        print("  matrix products alone", found["floor_seconds"])
+        print("  TRL's step over ours ", ratio)
     command = "python experiments/benchmarks/rl_step.py --model MODEL"
     report = {
         "completions": PROMPTS * SAMPLES, "tokens_each": TOKENS, "steps": chosen.steps,
