@@ -22,5 +22,5 @@ def test_a_missing_vllm_is_one_line_that_names_the_extra(tmp_path):
 def test_vllm_and_transformers_give_the_same_logprobs():
     if not extras.is_installed("vllm"):
         pytest.skip("vllm is not installed")
-    (model,) = sorted(COLD_STARTS.glob("*/model"))
+    model, *_ = sorted(COLD_STARTS.glob("*/model"))  # those of the cold starts differ in training
     assert vllm_parity.logprob_gap(model) < 2e-4  # float32 rounding; a wrong RoPE base gives 5
