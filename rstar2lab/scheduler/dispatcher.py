@@ -398,7 +398,7 @@ class Dispatcher:
         return EngineStats(
             id=name,
             t=self._now(),
-            kv_usage=load.used_tokens / kv.tokens,
+            kv_usage=load.used_tokens / (kv.tokens // kv.block * kv.block),
             free_blocks=(kv.tokens - load.used_tokens) // kv.block,
             running=load.running,
             waiting=load.waiting,

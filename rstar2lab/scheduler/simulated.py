@@ -127,7 +127,10 @@ class SimulatedEngine:
     def _advance(self) -> None:
         steps, rows = self._planned, len(self.rows)
         seconds = self._seconds(steps)
-        self.used = self._blocks_after(steps)
+        after = self._blocks_after(steps)
+        self.used = self._blocks_after(max(steps - 1, 0))
+        self._trim()  # for the last step; the rows that end with it need no further one
+        self.used = after
         self.time += seconds
         self.busy_seconds += seconds
         self.step += steps
@@ -172,7 +175,8 @@ class SimulatedEngine:
         while self._ends and (self._ends[0][2].is_gone or self._ends[0][0] <= self.step):
             row = heapq.heappop(self._ends)[2]
             if not row.is_gone:
-                self._remove(row, keep=True)
+                self._remove(row)
+                self._save(row.request.traj, row.request.length - 1)
                 ended.append(row.request)
         return ended
 
@@ -192,6 +196,8 @@ class SimulatedEngine:
         while self._ends[0][2].is_gone:
             heapq.heappop(self._ends)
         steps = min(self._ends[0][0] - self.step, self._steps_until_full())
+        if self.waiting and self.preempted and self._pool.preemption == "half":
+            steps = 1  # the half that is free may take those who wait
         self._plan(self.time + self._seconds(steps), steps)
 
     # Memory
@@ -205,7 +211,7 @@ class SimulatedEngine:
         return -(-tokens // self._block)
 
     def _admit(self) -> list[Request]:
-        started = []
+        started, computes = [], False
         while self.waiting and len(self.rows) < self.spec.max_seqs:
             request = self.waiting[0]
             need = self._need(request.length)
@@ -221,11 +227,12 @@ class SimulatedEngine:
             self.recomputed += max(0, min(request.seen, request.length - 1) - hit)
             if fresh:
                 self._lead += self._cost.prefill(fresh, hit)
-                self._lead += self._cost.prefill_call_seconds * (not started)
+                computes = True
             request.seen = max(request.seen, request.length - 1)
             self._add(request, need)
             self._trim()
             started.append(request)
+        self._lead += self._cost.prefill_call_seconds * computes
         return started
 
     def _add(self, request: Request, need: int) -> None:
@@ -237,8 +244,8 @@ class SimulatedEngine:
         self._admissions += 1
         heapq.heappush(self._ends, (row.last_step, self._admissions, row))
 
-    def _remove(self, row: _Row, keep: bool) -> None:
-        """Take a row off the batch; its request then has what was sampled. keep: save its KV."""
+    def _remove(self, row: _Row) -> None:
+        """Take a row off the batch; its request then has what was sampled."""
         request = row.request
         passed = self.step - row.joined
         length = row.length + passed
@@ -249,8 +256,6 @@ class SimulatedEngine:
         self._phases[(row.length - row.joined) % self._block] -= 1
         request.length, request.remaining = length, request.remaining - passed
         request.seen = max(request.seen, length - 1)
-        if keep:
-            self._save(request.traj, length - 1)
         if row.stays:
             self._spared -= 1
             if not self._spared:
@@ -286,12 +291,15 @@ class SimulatedEngine:
         for row in reversed(victims):
             row.stays, spared = False, row.stays
             self._spared -= spared
-            self._remove(row, keep=self._pool.prefixes == "blocks")
+            self._remove(row)
             row.request.preempted += 1
             self.preemptions += 1
             self.preempted.append(row.request)
             if self._pool.preemption == "newest":
                 self.waiting.appendleft(row.request)
+        if self._pool.prefixes == "blocks":
+            for row in reversed(victims):
+                self._save(row.request.traj, row.request.length - 1)
         if self._pool.preemption == "half":
             self._held = [row.request for row in victims] + self._held
             for row in self.rows.values():
