@@ -12,7 +12,7 @@ from .lengths import KaplanMeier, LengthPrior
 from .policies import Aimd, Gauge, Least, Policy, Reserve, RoundRobin, Static
 from .simulated import EnginePool
 from .simulator import Fault, SimResult, simulate
-from .survival import Survival, SurvivalMove
+from .survival import Survival, SurvivalMove, SurvivalYield
 from .workload import Shape, TrajectoryTrace, TurnTrace, Workload
 
 # By name, with their defaults; each class says where its rule comes from.
@@ -27,6 +27,7 @@ POLICIES = {
     "aimd": Aimd,
     "survival": Survival,
     "survival_move": SurvivalMove,
+    "survival_yield": SurvivalYield,  # the best we know
 }
 
 

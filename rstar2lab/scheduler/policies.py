@@ -151,8 +151,7 @@ class Policy:
         for seat in orphans:
             seat.engine = None
         self._lost(desk)
-        refused = self._refuse_stranded() if self.desks else []
-        return refused + self._requeue(now, [s for s in running if s.spec.id in self.seats])
+        return self._requeue(now, running)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: look at the queue again."""
@@ -203,30 +202,28 @@ class Policy:
             f"{best.spec.max_len} per sequence; lower max_tokens or raise the engine's kv_tokens"
         )
 
-    def _refuse_stranded(self) -> list[Action]:
-        """Cancel what fits on no engine that is left."""
-        refused = []
-        for seat in [s for s in self.seats.values() if s.engine is None]:
-            refusal = self._refusal(seat.spec)
-            if refusal:
-                if seat in self.queue:
-                    self.queue.remove(seat)
-                del self.seats[seat.spec.id]
-                refused.append(Cancel(seat.spec.id, refusal))
-        return refused
-
     def _requeue(self, now: float, seats: list[Seat]) -> list[Action]:
         """To the front of the queue, in their order."""
         for seat in reversed(seats):
             seat.stage = "queued"
             self.queue.appendleft(seat)
         actions = self._admit(now)
-        return actions + [Hold(s.spec.id, "its engine was lost") for s in seats if not s.engine]
+        left = [s for s in seats if s.engine is None and s.spec.id in self.seats]
+        return actions + [Hold(seat.spec.id, "its engine was lost") for seat in left]
 
     def _admit(self, now: float) -> list[Action]:
-        """Start heads of the queue while there is an engine for them."""
+        """Start heads of the queue while there is an engine for them.
+
+        A head that fits on no engine that is left is refused.
+        """
         actions: list[Action] = []
         while self.queue and self.desks:
+            refusal = self._refusal(self.queue[0].spec)
+            if refusal:
+                seat = self.queue.popleft()
+                del self.seats[seat.spec.id]
+                actions.append(Cancel(seat.spec.id, refusal))
+                continue
             engine = self._choose(now, self.queue[0])
             if engine is None:
                 break
@@ -314,7 +311,7 @@ class Static(Policy):
         self._running[engine] -= 1
         if self._running[engine]:
             return []
-        return [Resume(traj) for traj in self._held.pop(engine, ()) if traj in self.seats]
+        return [Resume(traj) for traj in self._held.pop(engine, ())]
 
     def finished(self, now, traj, reason):
         seat = self.seats[traj]
@@ -323,10 +320,8 @@ class Static(Policy):
         return super().finished(now, traj, reason)
 
     def engine_down(self, now, engine):
-        held = [Resume(traj) for traj in self._held.get(engine, ()) if traj in self.seats]
-        actions = super().engine_down(now, engine)
-        cancelled = {a.traj for a in actions if isinstance(a, Cancel)}
-        return [h for h in held if h.traj not in cancelled] + actions
+        held = [Resume(traj) for traj in self._held.get(engine, ())]
+        return held + super().engine_down(now, engine)
 
     def _lost(self, desk):
         self._held.pop(desk.spec.id, None)

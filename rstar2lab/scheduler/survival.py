@@ -7,6 +7,7 @@ capacity at every moment ahead. Needed: how far each resident has come, from sta
 
 import numpy as np
 
+from .events import Hold
 from .lengths import KaplanMeier
 from .policies import Desk, Policy
 
@@ -206,3 +207,52 @@ class SurvivalMove(Survival):
             return seat.engine
         other = self._fewest(seat)[0]
         return other.spec.id if own - len(other.residents) >= self._gap else seat.engine
+
+
+class SurvivalYield(SurvivalMove):
+    """`SurvivalMove`, and who has come far makes way for who has not started (ours).
+
+    A step ends with the last long trajectory, and that is one that started late. One past `share`
+    of its budget has little left to sample: at the end of a tool it waits behind the unstarted, if
+    the head of the queue fits in its place, and pays for its context again. So all start early, and
+    the long ones end together, in full batches. Among those that made way the youngest goes first.
+    """
+
+    def __init__(self, z: float = 2.0, gap: int = 6, share: float = 0.4):
+        super().__init__(z, gap)
+        self._share = share
+
+    def tool_done(self, now, traj, tool_tokens):
+        seat, engine = self.seats[traj], self.seats[traj].engine
+        if not self._is_far(seat, tool_tokens) or not self._queue_starts(engine):
+            return super().tool_done(now, traj, tool_tokens)
+        self._leave(seat)
+        if not self._has_room(now, self.desks[engine], self.queue[0]):
+            self._enter(seat, engine)
+            return super().tool_done(now, traj, tool_tokens)
+        seat.context += tool_tokens
+        seat.stage = "queued"
+        head = self.queue.popleft()
+        self._enter(head, engine)
+        self._line_up(seat)
+        hold = Hold(traj, "makes way for one that has not started")
+        return [hold, self._start(now, head, False), *self._admit(now)]
+
+    def _is_far(self, seat, tool_tokens: int) -> bool:
+        age = seat.context + tool_tokens - seat.spec.prompt_tokens
+        return age >= self._share * seat.spec.max_tokens
+
+    def _queue_starts(self, engine: str | None) -> bool:
+        """Whether the head of the queue is unstarted and could go to the engine."""
+        if engine is None or not self.queue:
+            return False
+        head = self.queue[0]
+        is_fresh = head.context == head.spec.prompt_tokens
+        return is_fresh and self.desks[engine].could_hold(head.spec)
+
+    def _line_up(self, seat) -> None:
+        """Behind all who are younger; those that are submitted later line up behind it."""
+        place = len(self.queue)
+        while place and self.queue[place - 1].context > seat.context:
+            place -= 1
+        self.queue.insert(place, seat)
