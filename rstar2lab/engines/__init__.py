@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """The engine cannot do what was asked; the message says what to change."""
 
 
+class EngineLost(EngineError):
+    """The engine is gone, the request unanswered; another engine may answer it."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How one completion is sampled. Temperature 0 is greedy (its log-probs are 0)."""
@@ -52,12 +56,13 @@ class KvCapacity:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What the engine does right now; `preemptions` counts since the start."""
+    """What the engine does right now; `preemptions` and `sampled_tokens` count since the start."""
 
     running: int
     waiting: int
     used_tokens: int
     preemptions: int
+    sampled_tokens: int = 0
 
 
 class Engine(Protocol):

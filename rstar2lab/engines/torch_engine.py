@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Completion, EngineError, EngineLoad, KvCapacity, Result, Sampling
+from . import Completion, EngineError, EngineLoad, EngineLost, KvCapacity, Result, Sampling
 from .kv import CachedModel, Places
 from .qwen3 import Qwen3
 
@@ -129,7 +129,7 @@ class TorchEngine:
         self._capacity, self._total_blocks = KvCapacity(kv_tokens, block), kv_tokens // block
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._tool_steps, self._device = tool_steps, device
-        self._version, self._preemptions, self._arrivals = 0, 0, 0
+        self._version, self._preemptions, self._arrivals, self._sampled = 0, 0, 0, 0
         self.step, self._first_step = 0, 0  # decoding steps; the one at which the loop last woke
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # row r of the cache belongs to self._running[r]
@@ -188,6 +188,7 @@ class TorchEngine:
             waiting=len(self._waiting),
             used_tokens=self._used_blocks(ahead=-1) * self._capacity.block,
             preemptions=self._preemptions,
+            sampled_tokens=self._sampled,
         )
 
     async def update_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -225,8 +226,17 @@ class TorchEngine:
         return task.result()
 
     def close(self) -> None:
+        """Stop. Who still waits for an answer gets `EngineLost`."""
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
+        self._fail(EngineLost("the engine was closed; start another one"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody is left waiting: all pending answers become the error."""
+        requests = [request.future for request in self._waiting + self._running]
+        for future in requests + [gate for _, _, gate in self._due] + self._updates:
+            if not future.done():
+                future.set_exception(error)
         self._waiting, self._running, self._due, self._updates = [], [], [], []
         self._saved.clear()
 
@@ -246,16 +256,19 @@ class TorchEngine:
                     return
                 if await self._deliver_due():
                     continue
-                self._admit()
-                if self._running:
-                    self._decode()
-                self.step += 1
+                await self._take_step()
+        except asyncio.CancelledError:
+            self._fail(EngineLost("the engine's loop was cancelled; start another engine"))
+            raise
         except Exception as error:
-            requests = [request.future for request in self._waiting + self._running]
-            for future in requests + [gate for _, _, gate in self._due] + self._updates:
-                if not future.done():
-                    future.set_exception(error)
-            self.close()
+            self._fail(error)
+
+    async def _take_step(self) -> None:
+        """Admit and decode once. A subclass may keep time here."""
+        self._admit()
+        if self._running:
+            self._decode()
+        self.step += 1
 
     async def _deliver_due(self) -> bool:
         """Open the gates whose step has come; with nothing to decode, time jumps to it."""
@@ -285,10 +298,17 @@ class TorchEngine:
         return int(np.sum(-(-(rows + ahead) // self._capacity.block))) + saved
 
     def _fits(self, extra_blocks: int) -> bool:
-        """Make room by dropping the oldest saved prefixes; False if that is not enough."""
-        while self._used_blocks() + extra_blocks > self._total_blocks and self._saved:
+        """Make room by dropping the oldest saved prefixes; False, and none dropped, if in vain."""
+        excess = self._used_blocks() + extra_blocks - self._total_blocks
+        saved = [self._blocks(len(s.tokens)) for s in self._saved.values()]
+        if excess > sum(saved):
+            return False
+        for blocks in saved:
+            if excess <= 0:
+                break
             self._saved.popitem(last=False)
-        return self._used_blocks() + extra_blocks <= self._total_blocks
+            excess -= blocks
+        return True
 
     def _preempt_newest(self) -> None:
         """Send the newest request back to the queue's front; it is recomputed from its tokens."""
@@ -319,6 +339,8 @@ class TorchEngine:
             request = self._waiting[0]
             saved = self._saved.pop(request.id, None)
             if not self._fits(self._blocks(len(request.tokens) + 1)):
+                if saved is not None:
+                    self._saved[request.id] = saved
                 break
             self._waiting.pop(0)
             starts.append(self._enter(request, saved))
@@ -387,6 +409,7 @@ class TorchEngine:
         self._tokens[rows, lengths] = sampled
         self._logprobs[rows, lengths] = chosen.cpu().numpy()
         self._lengths[:count] += 1
+        self._sampled += count
         self._finish_rows(sampled)
 
     def _finish_rows(self, sampled_B: np.ndarray) -> None:

@@ -1,0 +1,144 @@
+"""What a step of an engine costs, as named constants; and the time that no schedule can beat.
+
+A decoding step of B rows with `context` tokens in all takes
+
+    overhead + max(weights, compute · B) + row · B + kv · context
+
+seconds, and computing the KV of p tokens after x others takes prefill · p + attention · p·(x + p/2)
+plus a fixed `prefill_call`, one after the other with decoding: a conservative picture of chunked
+prefill, which overlaps them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .workload import TrajectoryTrace, Workload
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds per unit; `calibrated` says whether they were measured, `origin` where.
+
+    kv_tokens: capacity of one engine of this kind, if the preset names one.
+    """
+
+    name: str
+    is_calibrated: bool
+    origin: str
+    overhead_seconds: float
+    weights_seconds: float
+    compute_seconds_per_row: float
+    row_seconds: float
+    kv_seconds_per_token: float
+    prefill_seconds_per_token: float
+    prefill_attention_seconds: float = 0.0  # per token and token of its context
+    prefill_call_seconds: float = 0.0
+    kv_tokens: int = 0
+
+    def fixed(self, rows: int) -> float:
+        """Seconds of a step of so many rows, without their context."""
+        by_rows = max(self.weights_seconds, self.compute_seconds_per_row * rows)
+        return self.overhead_seconds + by_rows + self.row_seconds * rows
+
+    def decode(self, rows: int, context: int, steps: int) -> float:
+        """Seconds of `steps` steps: the context starts at `context` and grows by a token per row.
+
+        (fixed(B) + kv·context)·n + kv·B·n(n - 1)/2
+        """
+        grown = context * steps + rows * steps * (steps - 1) / 2
+        return self.fixed(rows) * steps + self.kv_seconds_per_token * grown
+
+    def prefill(self, tokens: int, after: int) -> float:
+        """Seconds to compute the KV of `tokens` that follow `after` others."""
+        pairs = tokens * (after + tokens / 2)
+        return self.prefill_seconds_per_token * tokens + self.prefill_attention_seconds * pairs
+
+    @classmethod
+    def preset(cls, name: str) -> "CostModel":
+        """One of `PRESETS`. Raises: ValueError if there is none of this name."""
+        if name not in PRESETS:
+            raise ValueError(f"no cost model {name!r}; expected one of {', '.join(PRESETS)}")
+        return PRESETS[name]
+
+
+def transformer(
+    name, *, parameters, layers, heads, kv_heads, head_width, bandwidth, flops, memory, overhead
+) -> CostModel:
+    """From arithmetic, bf16: bandwidth (bytes/s) and FLOP/s that are reached, memory for a GPU.
+
+    weights = 2P / bandwidth, compute = 2P / FLOP/s per row and per prefilled token,
+    KV = 2·layers·kv_heads·head_width·2 bytes per token.
+    """
+    kv_bytes = 4 * layers * kv_heads * head_width
+    return CostModel(
+        name=name,
+        is_calibrated=False,
+        origin="arithmetic from the data sheets, 0.7 of the bandwidth; not measured",
+        overhead_seconds=overhead,
+        weights_seconds=2 * parameters / bandwidth,
+        compute_seconds_per_row=2 * parameters / flops,
+        row_seconds=0.0,
+        kv_seconds_per_token=kv_bytes / bandwidth,
+        prefill_seconds_per_token=2 * parameters / flops,
+        prefill_attention_seconds=4 * layers * heads * head_width / flops,
+        kv_tokens=int((memory - 2 * parameters) / kv_bytes),
+    )
+
+
+_QWEN3_14B = {
+    "parameters": 14.8e9, "layers": 40, "heads": 40, "kv_heads": 8, "head_width": 128,
+    "overhead": 4e-3,
+}  # fmt: skip
+PRESETS = {
+    model.name: model
+    for model in (
+        transformer(
+            "mi300x_qwen3_14b", bandwidth=3.7e12, flops=500e12, memory=0.8 * 192e9, **_QWEN3_14B
+        ),
+        transformer(
+            "h100_qwen3_14b", bandwidth=2.3e12, flops=450e12, memory=0.8 * 80e9, **_QWEN3_14B
+        ),
+    )
+}
+
+
+def work_seconds(trace: TrajectoryTrace, cost: CostModel) -> float:
+    """Seconds of the trajectory alone on an engine: first prefills, steps of one row, tools."""
+    seconds, context = 0.0, 0
+    length = trace.prompt_tokens
+    for turn in trace.turns:
+        seconds += cost.prefill(length - 1 - context, context) + cost.decode(1, length, turn.tokens)
+        seconds += turn.tool_seconds
+        context = length + turn.tokens - 1
+        length += turn.tokens + turn.tool_tokens
+    return seconds
+
+
+def lower_bound(
+    workload: Workload | Sequence[TrajectoryTrace], engines, cost: CostModel
+) -> float:
+    """Seconds that no schedule of the workload on these engines can beat, in this model.
+
+    max(work / n, longest trajectory alone); work = steps·overhead + max(steps·weights,
+    tokens·compute) + tokens·row + kv·Σ context + first prefills, with
+    steps ≥ max(Σ context / C, tokens / max_seqs). Ramp-up and drain are left out: it is not tight.
+
+    engines: an `EnginePool`, all engines alike.
+    """
+    traces = getattr(workload, "trajectories", workload)
+    tokens = context = 0
+    prefill = longest = 0.0
+    for trace in traces:
+        length, stored = trace.prompt_tokens, 0
+        for turn in trace.turns:
+            prefill += cost.prefill(length - 1 - stored, stored)
+            tokens += turn.tokens
+            context += length * turn.tokens + turn.tokens * (turn.tokens - 1) // 2
+            stored = length + turn.tokens - 1
+            length += turn.tokens + turn.tool_tokens
+        longest = max(longest, work_seconds(trace, cost))
+    steps = max(context / engines.kv_tokens, tokens / engines.max_seqs)
+    work = steps * cost.overhead_seconds + tokens * cost.row_seconds + prefill
+    work += max(steps * cost.weights_seconds, tokens * cost.compute_seconds_per_row)
+    work += cost.kv_seconds_per_token * context
+    return max(work / engines.count, longest)
