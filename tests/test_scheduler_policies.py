@@ -1,4 +1,4 @@
-"""The policies as state machines: thousands of random histories, with failures, and a few by hand."""
+"""The policies as state machines: thousands of random histories with failures, a few by hand."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,8 @@ class World:
 
     def fits(self, traj: TrajSpec, spec: EngineSpec) -> bool:
         total = traj.prompt_tokens + traj.max_tokens
-        return total <= spec.max_len and -(-(total + 1) // spec.block) <= spec.kv_tokens // spec.block
+        blocks = -(-(total + 1) // spec.block)
+        return total <= spec.max_len and blocks <= spec.kv_tokens // spec.block
 
     def check(self) -> None:
         """The ledger is the sum of the residents' worst cases, so never below the real use."""
@@ -107,7 +108,8 @@ class World:
             self.sampled += grown
             self.state[traj] = "calling"
             self.act(self.policy.turn_done(self.now, traj, grown, int(self.rng.integers(2))))
-            is_full = self.length[traj] == self.specs[traj].prompt_tokens + self.specs[traj].max_tokens
+            spec = self.specs[traj]
+            is_full = self.length[traj] == spec.prompt_tokens + spec.max_tokens
             if is_full or self.rng.random() < 0.4:
                 self.finish(traj, "length" if is_full else "success")
 
@@ -175,7 +177,9 @@ class World:
 
 
 @pytest.mark.parametrize("name", scheduler.POLICIES)
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.full)]
+)
 def test_in_random_histories_with_failures_each_trajectory_ends_once(name, seeds):
     for seed in seeds:
         world = World(name, seed)

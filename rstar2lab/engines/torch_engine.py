@@ -230,6 +230,7 @@ class TorchEngine:
         if self._loop_task is not None and not self._loop_task.done():
             self._loop_task.cancel()
         self._fail(EngineLost("the engine was closed; start another one"))
+        self._saved.clear()
 
     def _fail(self, error: BaseException) -> None:
         """Nobody is left waiting: all pending answers become the error."""
@@ -238,7 +239,6 @@ class TorchEngine:
             if not future.done():
                 future.set_exception(error)
         self._waiting, self._running, self._due, self._updates = [], [], [], []
-        self._saved.clear()
 
     # The loop
 
@@ -262,6 +262,7 @@ class TorchEngine:
             raise
         except Exception as error:
             self._fail(error)
+            self._saved.clear()
 
     async def _take_step(self) -> None:
         """Admit and decode once. A subclass may keep time here."""

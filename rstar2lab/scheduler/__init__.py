@@ -15,6 +15,39 @@ from .simulator import Fault, SimResult, simulate
 from .survival import Survival, SurvivalMove, SurvivalYield
 from .workload import Shape, TrajectoryTrace, TurnTrace, Workload
 
+__all__ = [
+    "Aimd",
+    "CostModel",
+    "EnginePool",
+    "EngineSpec",
+    "EngineStats",
+    "Event",
+    "Fault",
+    "Gauge",
+    "KaplanMeier",
+    "Least",
+    "LengthPrior",
+    "POLICIES",
+    "Policy",
+    "Reserve",
+    "RoundRobin",
+    "Shape",
+    "SimResult",
+    "Static",
+    "Survival",
+    "SurvivalMove",
+    "SurvivalYield",
+    "TrajSpec",
+    "TrajectoryTrace",
+    "TurnTrace",
+    "Workload",
+    "load_events",
+    "lower_bound",
+    "make_policy",
+    "save_events",
+    "simulate",
+]
+
 # By name, with their defaults; each class says where its rule comes from.
 POLICIES = {
     "static_sync": partial(Static, contiguous=True, barrier=True),  # the paper's baseline

@@ -132,7 +132,8 @@ class Dispatcher:
         except BaseException as error:
             if isinstance(error, _Aborted):
                 return _nothing()
-            await self._end(trip, "cancel" if isinstance(error, asyncio.CancelledError) else "error")
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            await self._end(trip, "cancel" if is_cancelled else "error")
             raise
         if request_id in self._trips:  # else it was aborted
             self._turn_done(trip, completion)

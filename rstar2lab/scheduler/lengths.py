@@ -1,4 +1,4 @@
-"""How long will a trajectory become? The survival curve of response lengths (Kaplan and Meier 1958).
+"""How long will a trajectory become? The survival curve of response lengths (Kaplan, Meier 1958).
 
 A trajectory that was cut or is still running is censored: it says only that it is longer. Plain
 means over what has finished are biased low, for the short ones finish first.

@@ -1,4 +1,4 @@
-"""A recorded or made-up workload on real engines: every trajectory samples as many tokens as it did.
+"""A recorded or made-up workload on real engines: each trajectory samples as much as it did.
 
 What is sampled is never looked at; prompts and tool answers are random tokens; a tool is a sleep.
 So all policies do identical work, and their times may be compared pair by pair.

@@ -298,8 +298,8 @@ def earlier_curve(workload: Workload) -> KaplanMeier:
 
 
 def simulate(
-    policy: str | Policy, workload: Workload, engines: EnginePool, cost: CostModel, seed: int = 0, *,
-    faults: Sequence[Fault] = (), record: bool = True, tick_seconds: float | None = None,
+    policy: str | Policy, workload: Workload, engines: EnginePool, cost: CostModel, seed: int = 0,
+    *, faults: Sequence[Fault] = (), record: bool = True, tick_seconds: float | None = None,
     prior=None,
 ) -> SimResult:  # fmt: skip
     """Run one step. policy: a key of `POLICIES` or an object; seed: its chance, nothing else's.
