@@ -187,7 +187,8 @@ def sweep(
     for point, state in sweeps.status(points):
         print(f"{point.name:32} {state}")
     if not plan:
-        check_isolation(require_isolation)
+        for settings in {point.load_config().sandbox for point in points}:
+            check_isolation(require_isolation, settings)
         reproduction.run_points(points, jobs=jobs, template=template)
         print(f"done: {out}")
 
@@ -293,6 +294,7 @@ def sandbox(
     cpu_seconds: float = 4.0,
     wall_seconds: float = 4.0,
     memory_mb: int = 512,
+    output_chars: int = 20_000,
     require_isolation: Level | None = None,
 ) -> None:
     """Serve the sandbox over HTTP, until SIGTERM; what was accepted is still answered.
@@ -312,6 +314,7 @@ def sandbox(
         cpu_seconds: limit of a call.
         wall_seconds: limit of a call.
         memory_mb: limit of a call.
+        output_chars: kept of each stream; the head of the output, the tail of the errors.
         require_isolation: refuse to start below this sandbox level.
     """
     from . import config as cfg
@@ -319,7 +322,10 @@ def sandbox(
 
     if not 0 <= port <= 65_535:
         raise cfg.ConfigError(f"--port {port}: expected 0 to 65535")
-    limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb}
+    limits = {
+        "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
+        "output_chars": output_chars,
+    }  # fmt: skip
     cfg.load(NANO, settings={f"sandbox.{key}": value for key, value in limits.items()})
     token = token_file.read_text().strip() if token_file else None
     server.check_address(host, token)

@@ -313,3 +313,14 @@ def test_an_interrupt_leaves_a_whole_folder_and_says_how_to_go_on(
     assert steps == list(range(len(steps))) and len(steps) >= 3
     assert not (out / ".lock").exists() and not folder.is_done
     assert folder.load_checkpoint()["step"] in (steps[-1], steps[-1] - 1)
+
+
+def test_a_sweep_asks_the_service_that_it_will_use_before_the_cold_start(
+    monkeypatch, capsys, tmp_path
+):
+    code, _, err = call(
+        monkeypatch, capsys, "sweep", "--arms", "grpo_tool", "--seeds", "0", "--out", tmp_path,
+        "--set", "sandbox.address=http://127.0.0.1:9",
+    )  # fmt: skip
+    assert code != 0 and "no sandbox service answers" in err
+    assert not list(tmp_path.glob("*"))
