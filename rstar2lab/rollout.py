@@ -9,15 +9,16 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
 from . import protocol, rewards
-from .engines import Completion, Engine, Result, Sampling
+from .engines import Completion, Engine, EngineLost, Result, Sampling
 from .types import Group, Problem, StopReason, ToolCall, ToolResult, ToolStatus, Trajectory, Turn
 
 
@@ -86,7 +87,9 @@ async def rollout(
 ) -> Trajectory:
     """One trajectory, unscored. Every end has a `StopReason`; nothing is dropped.
 
-    A service that fails (a dead sandbox, an engine's timeout) voids this trajectory only. Raises:
+    A service that fails (a dead sandbox, an engine that is lost) voids this trajectory only.
+
+    Raises:
         engines.EngineError: the request cannot fit, however often it is tried.
     """
     request_id = f"{settings.seed_key}/{problem.id}/{sample}"
@@ -121,7 +124,7 @@ async def rollout(
                 stop = StopReason.CONTEXT
             turns.append(turn)
             tape.add_tool(turn.result_token_ids.tolist())
-    except OSError as failure:  # timeouts and lost connections; anything else is a bug, and raises
+    except (OSError, EngineLost) as failure:  # timeouts, losses; anything else is a bug, and raises
         stop, reason = StopReason.VOID, f"void: {failure!r}"
     finally:
         await actors.engine.abort(request_id)  # frees the trajectory's cache
@@ -247,16 +250,18 @@ async def scored(
         return await asyncio.to_thread(score_or_void, trajectory, problem, check)
 
 
-async def rollout_groups(
+async def stream_groups(
     problems: Iterable[Problem],
     samples: int,
     actors: Actors,
     settings: RolloutSettings,
     on_done: Callable[[Trajectory], None] | None = None,
-) -> list[Group]:
-    """`samples` scored trajectories per problem, all at once, in the order of the problems.
+) -> AsyncIterator[tuple[int, Group]]:
+    """Groups of `samples` scored trajectories as they complete, each with its problem's place.
 
-    A problem that comes twice gets two groups, each with its own random streams.
+    All trajectories start at once; each is verified when it ends, while others are sampled.
+    A problem that comes twice gets two groups, each with its own random streams. Who stops
+    listening ends what still runs.
     """
 
     async def one(problem: Problem, sample: int, own: RolloutSettings) -> Trajectory:
@@ -266,16 +271,35 @@ async def rollout_groups(
             on_done(trajectory)
         return trajectory
 
-    problems, seen, keyed = list(problems), Counter(), []
+    problems, seen, tasks = list(problems), Counter(), []
     for problem in problems:
         copy = f"#{seen[problem.id]}" if seen[problem.id] else ""
-        keyed.append((problem, replace(settings, seed_key=settings.seed_key + copy)))
+        own = replace(settings, seed_key=settings.seed_key + copy)
+        tasks.append([asyncio.ensure_future(one(problem, s, own)) for s in range(samples)])
         seen[problem.id] += 1
-    done = await asyncio.gather(*(one(p, s, own) for p, own in keyed for s in range(samples)))
-    return [
-        Group(problem, tuple(done[i * samples : (i + 1) * samples]))
-        for i, problem in enumerate(problems)
-    ]
+
+    async def group(place: int) -> tuple[int, Group]:
+        return place, Group(problems[place], tuple(await asyncio.gather(*tasks[place])))
+
+    try:
+        for complete in asyncio.as_completed([group(place) for place in range(len(problems))]):
+            yield await complete
+    finally:
+        for task in chain.from_iterable(tasks):
+            task.cancel()
+
+
+async def rollout_groups(
+    problems: Iterable[Problem],
+    samples: int,
+    actors: Actors,
+    settings: RolloutSettings,
+    on_done: Callable[[Trajectory], None] | None = None,
+) -> list[Group]:
+    """All groups of `stream_groups`, in the order of the problems."""
+    stream = stream_groups(problems, samples, actors, settings, on_done)
+    found = {place: group async for place, group in stream}
+    return [found[place] for place in sorted(found)]
 
 
 def run_to_end(coroutine: Coroutine[None, None, Result]) -> Result:

@@ -1,5 +1,7 @@
 """Fixtures that several test modules share: a small tokenizer, a barely trained nano model."""
 
+import os
+
 import pytest
 from hypothesis import settings
 from tiny import CORPUS, TINY, FakeEnvironment, tiny_config, toml_of
@@ -48,6 +50,23 @@ def tokens(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     path.write_text(tokenizer.train(CORPUS * 10).to_str())
     return tokenizer.FileTokenizer(path)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster on this machine: a head with one processor, and two nodes with two each."""
+    os.environ["RAY_raylet_start_wait_time_s"] = "120"  # read when ray is imported
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster()
+    found.add_node(num_cpus=1, include_dashboard=False)
+    for _ in range(2):
+        found.add_node(num_cpus=2)
+    ray.init(address=found.address, log_to_driver=False)
+    yield found
+    ray.shutdown()
+    found.shutdown()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Sandbox pools on a real Ray cluster of two nodes on this machine."""
 
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +17,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """A head without processors to spare, and two nodes that have some."""
-    os.environ["RAY_raylet_start_wait_time_s"] = "120"  # read when ray is imported
-    import ray
-    from ray.cluster_utils import Cluster
-
-    found = Cluster()
-    found.add_node(num_cpus=1, include_dashboard=False)
-    for _ in range(2):
-        found.add_node(num_cpus=2)
-    ray.init(address=found.address, log_to_driver=False)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+def cluster(ray_cluster):
+    return ray_cluster
 
 
 @pytest.fixture(scope="module")

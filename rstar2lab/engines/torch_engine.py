@@ -13,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -110,6 +111,19 @@ class TorchEngine:
     kv_tokens: KV capacity in tokens; max_tokens: longest sequence; max_sequences: rows of a step;
     tool_steps: decoding steps after which a tool's result is delivered.
     """
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options) -> "TorchEngine":
+        """The engine of a checkpoint folder, in float32; options as of the class.
+
+        Raises: EngineError: there is no checkpoint; a mistyped path never becomes a download.
+        """
+        if not (Path(path) / "config.json").is_file():
+            raise EngineError(f"no checkpoint at {path}: expected a folder with config.json")
+        from transformers import AutoModelForCausalLM
+
+        net = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return cls(net.config, net.state_dict(), **options)
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from .events import Action, Cancel, EngineSpec, EngineStats, Event, Hold, Resume
 from .lengths import LengthPrior
 from .policies import Policy
 
+_NONE_LEFT = "no engine is left; add one, then repeat"
 _request: ContextVar[str] = ContextVar("scheduled", default="")  # each rollout is a task of its own
 
 
@@ -181,8 +182,16 @@ class Dispatcher:
 
     async def update_weights(self, version: int, tensors: Mapping) -> None:
         """All engines take the new weights; saved prefixes are void with them."""
-        updates = (engine.update_weights(version, tensors) for engine in self._engines.values())
-        await asyncio.gather(*updates)
+        names = list(self._engines)
+        updates = (self._engines[name].update_weights(version, tensors) for name in names)
+        found = await asyncio.gather(*updates, return_exceptions=True)
+        for name, error in zip(names, found, strict=True):
+            if isinstance(error, EngineLost) and name in self._engines:
+                self.engine_down(name, repr(error))
+            elif isinstance(error, BaseException):
+                raise error
+        if self._is_hopeless():
+            raise EngineLost(_NONE_LEFT)
 
     def close(self) -> None:
         """Close all engines; whoever waits gets `EngineLost`."""
@@ -219,8 +228,15 @@ class Dispatcher:
                 if trip.task is not None:
                     trip.task.cancel()
         self._tell("engine_down", name)
-        if not self._engines:
-            self._fail_all(EngineLost("no engine is left; add one, then repeat"))
+        self._fail_if_hopeless()
+
+    def _is_hopeless(self) -> bool:
+        """No engine is left, and none is on its way."""
+        return not self._engines
+
+    def _fail_if_hopeless(self) -> None:
+        if self._is_hopeless():
+            self._fail_all(EngineLost(_NONE_LEFT))
 
     def _fail_all(self, error: EngineError) -> None:
         """Whoever waits for a start gets the error."""
@@ -232,8 +248,8 @@ class Dispatcher:
 
     def _arrive(self, request_id: str, length: int, sampling: Sampling) -> _Trip:
         """A new trajectory; those of one round of the event loop are submitted together."""
-        if not self._engines:
-            raise EngineLost("no engine is left; add one, then repeat")
+        if self._is_hopeless():
+            raise EngineLost(_NONE_LEFT)
         group = request_id.rpartition("/")[0] or request_id
         inferred = TrajSpec(request_id, group, length, sampling.max_new_tokens)
         spec = self._announced.pop(request_id, inferred)
@@ -272,8 +288,9 @@ class Dispatcher:
             try:
                 return await trip.task
             except (Exception, asyncio.CancelledError) as error:
-                if trip.engine is None and not asyncio.current_task().cancelling():
-                    continue  # the engine is known to be lost
+                is_lost = self._engines.get(name) is not engine
+                if is_lost and not asyncio.current_task().cancelling():
+                    continue  # known already; the turn may have its next start
                 is_refusal = isinstance(error, EngineError) and not isinstance(error, EngineLost)
                 if is_refusal or asyncio.current_task().cancelling():
                     trip.task.cancel()
@@ -304,8 +321,7 @@ class Dispatcher:
         trip.gate = asyncio.get_running_loop().create_future()
         self._log("tool", trip.spec.id, tokens=tokens)
         self._tell("tool_done", trip.spec.id, tokens)
-        if not self._engines:
-            self._fail_all(EngineLost("no engine is left; add one, then repeat"))
+        self._fail_if_hopeless()
 
     async def _end(self, trip: _Trip, reason: str) -> None:
         """Release everything, once, however it ended."""
@@ -323,8 +339,16 @@ class Dispatcher:
             trip.gate.set_exception(_Aborted(f"{trip.spec.id!r} was aborted"))
         if not self._trips and self._ticker is not None:
             self._ticker.cancel()
-        if trip.home in self._engines:
-            await self._engines[trip.home].abort(trip.spec.id)
+        await self._forget(trip.home, trip.spec.id)
+
+    async def _forget(self, name: str | None, traj: str) -> None:
+        """Free what an engine keeps of a trajectory, if the engine is still there."""
+        if name in self._engines:
+            try:
+                await self._engines[name].abort(traj)
+            except EngineLost as error:
+                if name in self._engines:
+                    self.engine_down(name, repr(error))
 
     # The policy
 
@@ -362,10 +386,9 @@ class Dispatcher:
     def _start(self, trip: _Trip, engine: str) -> None:
         if trip.home not in (None, engine):
             self.counts["moves"] += 1
-            if trip.home in self._engines:  # the prefix there is of no more use
-                errand = asyncio.ensure_future(self._engines[trip.home].abort(trip.spec.id))
-                self._errands.add(errand)
-                errand.add_done_callback(self._errands.discard)
+            errand = asyncio.ensure_future(self._forget(trip.home, trip.spec.id))
+            self._errands.add(errand)  # the prefix there is of no more use
+            errand.add_done_callback(self._errands.discard)
         trip.engine = trip.home = engine
         self._log("start", trip.spec.id, engine, tokens=trip.context)
         if not trip.gate.done():  # else its task was cancelled a moment ago, and ends it

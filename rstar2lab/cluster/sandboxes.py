@@ -1,8 +1,8 @@
-"""Ray: where the parts of a run live. So far the sandbox pools; the only module that imports ray.
+"""Sandbox pools on the nodes of a Ray cluster, behind the API of one `Sandbox`.
 
-One pool actor runs on every node with processors to spare, behind the API of `Sandbox`. A call goes
-to the pool with the fewest calls per worker. When a pool or its node is lost, its calls are
-repeated on another one, and a pool is started again wherever a node has none.
+One pool actor runs on every node with processors to spare. A call goes to the pool with the fewest
+calls per worker. When a pool or its node is lost, its calls are repeated on another one, and a pool
+is started again wherever a node has none.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from . import extras
-from .sandbox.levels import Limits, SandboxError
-from .sandbox.service import as_pairs
-from .types import ToolResult, ToolStatus
+from .. import extras
+from ..sandbox.levels import Limits, SandboxError
+from ..sandbox.service import as_pairs
+from ..types import ToolResult, ToolStatus
 
 _ATTEMPTS = 3
 
@@ -182,7 +182,7 @@ class _PoolActor:
     """In the actor: one sandbox."""
 
     def __init__(self, workers: int, limits: Limits, level: str | None):
-        from .sandbox import Sandbox
+        from ..sandbox import Sandbox
 
         self._sandbox = Sandbox(workers, limits, level=level)
 
