@@ -398,6 +398,70 @@ def rollout_timelines(
 
 
 @style()
+def engine_timelines(
+    logs: Mapping[str, Mapping[str, pd.DataFrame]], capacity: int, axes: np.ndarray | None = None
+) -> np.ndarray:
+    """KV that each engine holds over time (as Fig 7): a row per policy, a column per kind of run.
+
+    logs: policy → kind (such as "real", "simulated") → frame of `scheduler.timeline`. capacity:
+    tokens of one engine, the dotted line. Ticks above it are preemptions; below the axis, moments
+    at which held tool calls start. All panels share the axis of time.
+    """
+    kinds = list(next(iter(logs.values())))
+    if axes is None:
+        size = (3.5 * len(kinds) + 0.6, 1.15 * len(logs) + 0.6)
+        axes = plt.subplots(len(logs), len(kinds), figsize=size, sharex=True, sharey=True,
+                            squeeze=False)[1]  # fmt: skip
+    for row, (policy, by_kind) in zip(axes, logs.items(), strict=True):
+        for ax, kind in zip(row, kinds, strict=True):
+            _engine_timeline(ax, by_kind[kind], capacity)
+            seconds = by_kind[kind].time.max()
+            ax.set_title(f"{policy}, {seconds:.2f} s", fontsize="small", loc="left")
+        row[0].set_ylabel("KV held (%)")
+    for ax, kind in zip(axes[-1], kinds, strict=True):
+        ax.set_xlabel(f"{kind}: time (s)")
+        ax.set_xlim(left=0)
+        ax.set_ylim(-0.08, 1.14)
+        ax.yaxis.set_major_formatter(_percent())
+    handles = axes[0][0].get_legend_handles_labels()
+    axes[0][0].figure.legend(*handles, fontsize="small", loc="outside upper right", ncols=2)
+    return axes
+
+
+def _engine_timeline(ax: Axes, df: pd.DataFrame, capacity: int) -> None:
+    for place, (engine, rows) in enumerate(df.groupby("engine", sort=True)):
+        color = _OTHER_COLORS[place % len(_OTHER_COLORS)] if place > 1 else (
+            ARM_COLORS["grpo_tool"], ARM_COLORS["grpo_roc"]
+        )[place]  # fmt: skip
+        ax.step(rows.time, rows.kv_tokens / capacity, where="post", color=color, linewidth=0.8,
+                label=f"engine {engine}")  # fmt: skip
+        marks = {"preempt": (1.09 - 0.06 * place, "|"), "barrier": (-0.05, "^")}
+        for mark, (height, sign) in marks.items():
+            at = rows.time[rows["mark"] == mark].unique()
+            ax.plot(at, np.full(len(at), height), sign, color=color, markersize=3.5, alpha=0.8)
+    ax.axhline(1, color=_PAPER_COLOR, linewidth=0.7, linestyle=":")
+
+
+@style()
+def makespans(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Time of a step over its lower bound, by policy: a panel per setting, mean and interval.
+
+    df: columns setting, policy, mean, low, high. The dashed line is the bound, which no schedule
+    reaches.
+    """
+    settings, policies = list(dict.fromkeys(df.setting)), list(dict.fromkeys(df.policy))
+    axes = _panels(axes, settings, policies)
+    for ax, (_, rows) in zip(axes, df.groupby("setting", sort=False), strict=True):
+        for _, row in rows.iterrows():
+            is_ours = row.policy.startswith("survival")
+            color = ARM_COLORS["grpo_roc" if is_ours else "grpo_tool"]
+            _interval(ax, policies.index(row.policy), row, color)
+        ax.axvline(1, color=_PAPER_COLOR, linewidth=0.9, linestyle="--")
+        ax.set_xlim(left=0.9)
+    return axes
+
+
+@style()
 def token_origins(df: pd.DataFrame, ax: Axes | None = None, *, x_label: str) -> Axes:
     """Length of responses against `df.x`, from the model (trained) and from the tool (masked).
 

@@ -12,77 +12,27 @@ are replayed, so all policies do identical work. The prices are fitted to other 
 import argparse
 import asyncio
 import json
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from rstar2lab import config, runs, scheduler
-from rstar2lab.engines import Sampling
-from rstar2lab.engines.torch_engine import TorchEngine
 from rstar2lab.nano import model
-from rstar2lab.scheduler import CostModel, EnginePool, Shape, Workload
+from rstar2lab.scheduler import EnginePool, Shape, Workload
 from rstar2lab.scheduler.clock import run_virtually
 from rstar2lab.scheduler.dispatcher import Dispatcher, Limits
+from rstar2lab.scheduler.paced import PacedEngine, calibrate
 from rstar2lab.scheduler.replay import replay
 from rstar2lab.scheduler.simulator import earlier_curve
 
 RESULTS = Path(__file__).parent / "results" / "scheduler_real.json"
+ORIGIN = "experiments/benchmarks/scheduler_real.py"
 VOCABULARY, ROWS, CAP = 512, 128, 512
 POOL = EnginePool(2, kv_tokens=4096, block=16, max_seqs=ROWS, max_len=1024, prefixes="whole")
 TICK_SECONDS = 0.1
 SHAPE = Shape(prompt_tokens=60, tool_tokens=12, tool_seconds=0.05, slow_seconds=0.6)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step computed, and the processor seconds that it took."""
-
-    rows: int
-    context: int
-    prefill: int
-    pairs: float
-    calls: int
-    seconds: float
-
-
-class PacedEngine(TorchEngine):
-    """A torch engine that sleeps, on a clock that jumps, for as long as it has worked."""
-
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.steps: list[Step] = []
-        self._ready = 0.0  # when the present step ends
-        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
-
-    def _prefill(self, first, starts_R):
-        counts_R = self._lengths[first : first + len(starts_R)] - 1 - starts_R
-        pairs = float((counts_R * (starts_R + counts_R / 2)).sum())
-        self._prefilled = (int(counts_R.sum()), pairs, int(counts_R.max() > 0))
-        super()._prefill(first, starts_R)
-
-    def _finish_rows(self, sampled_B):
-        rows = len(sampled_B)
-        self._decoded = (rows, int(self._lengths[:rows].sum()) - rows)
-        super()._finish_rows(sampled_B)
-
-    async def _take_step(self):
-        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
-        started = time.thread_time()
-        await super()._take_step()
-        seconds = time.thread_time() - started
-        if self._decoded[0]:
-            self.steps.append(Step(*self._decoded, *self._prefilled, seconds))
-        self._ready = asyncio.get_running_loop().time() + seconds
-        await asyncio.sleep(seconds)
-
-    async def generate(self, request_id, token_ids, sampling):
-        completion = await super().generate(request_id, token_ids, sampling)
-        await asyncio.sleep(max(0.0, self._ready - asyncio.get_running_loop().time()))
-        return completion
 
 
 def engine(kv_tokens: int = POOL.kv_tokens) -> PacedEngine:
@@ -92,59 +42,6 @@ def engine(kv_tokens: int = POOL.kv_tokens) -> PacedEngine:
         net.config, net.state_dict(), kv_tokens=kv_tokens, block=POOL.block,
         max_tokens=POOL.max_len, max_sequences=ROWS,
     )  # fmt: skip
-
-
-def fit(steps: list[Step], name: str) -> tuple[CostModel, dict]:
-    """Non-negative least squares of a step's seconds, R², and the mean residual by batch size.
-
-    Each step weighs 1 / √seconds: the few long prefills must not drown the many short steps.
-    """
-    x = np.array([[1, s.rows, s.context, s.prefill, s.pairs, s.calls] for s in steps], float)
-    y = np.array([s.seconds for s in steps])
-    weights, scale = 1 / np.sqrt(y), np.abs(x).max(0)
-    found, _ = nnls(x / scale * weights[:, None], y * weights)
-    base, row, kv, token, pair, call = (found / scale).tolist()
-    residual = y - x @ np.array([base, row, kv, token, pair, call])
-    rows = x[:, 1]
-    edges = [1, 2, 5, 9, 17, 33, 65, ROWS + 1]
-    by_rows = {
-        f"{low}-{high - 1}": round(float(residual[mine].mean() / y[mine].mean()), 3)
-        for low, high in zip(edges, edges[1:], strict=False)
-        if (mine := (rows >= low) & (rows < high)).any()
-    }
-    cost = CostModel(
-        name=name, is_calibrated=True, origin="experiments/benchmarks/scheduler_real.py",
-        overhead_seconds=base, weights_seconds=0.0, compute_seconds_per_row=0.0, row_seconds=row,
-        kv_seconds_per_token=kv, prefill_seconds_per_token=token, prefill_attention_seconds=pair,
-        prefill_call_seconds=call,
-    )  # fmt: skip
-    quality = 1 - float((residual**2).sum() / ((y - y.mean()) ** 2).sum())
-    return cost, {"steps": len(y), "r_squared": round(quality, 3), "relative_residual": by_rows}
-
-
-def calibrate(seed: int) -> tuple[CostModel, dict]:
-    """Prices from requests of random lengths at batch sizes from 1 to 64: no policy, no trace."""
-    rng = np.random.default_rng((seed, 3))
-
-    async def client(target: PacedEngine, number: int, turns: int) -> None:
-        await asyncio.sleep(0.02 * number)  # staggered, as turns end: prefills of one or few rows
-        for turn in range(turns):
-            tokens = rng.integers(VOCABULARY, size=int(rng.integers(20, 520))).tolist()
-            sampling = Sampling(int(rng.integers(10, 60)), seed=number)
-            await target.generate(f"{number}/{turn}", tokens, sampling)
-            await target.abort(f"{number}/{turn}")
-
-    async def all_sizes() -> list[Step]:
-        steps: list[Step] = []
-        for clients in (1, 64, 4, 32, 2, 16, 8, 1, 48, 3, 24, 12, 6):
-            target = engine(kv_tokens=1 << 17)
-            turns = min(max(3, 120 // clients), 10)
-            await asyncio.gather(*(client(target, i, turns) for i in range(clients)))
-            steps += target.steps
-            target.close()
-        return steps
-
-    return fit(run_virtually(all_sizes()), "cpu_nano")
 
 
 def workload(trajectories: int, seed: int) -> Workload:
@@ -180,7 +77,7 @@ def play(name: str, work: Workload, seed: int) -> dict:
 
 def one_seed(names: list[str], trajectories: int, seed: int) -> dict:
     """All policies on one trace, and what the simulator says of each."""
-    cost, quality = calibrate(seed)
+    cost, quality = calibrate(engine(1 << 17), VOCABULARY, "cpu_nano", ORIGIN, seed)
     work = workload(trajectories, seed)
     rows = {}
     for name in names[seed % len(names) :] + names[: seed % len(names)]:  # none is always first
@@ -257,7 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    calibrate(seed=99)  # warms up
+    calibrate(engine(1 << 17), VOCABULARY, "warms up", ORIGIN)
     seeds = [one_seed(chosen.policies, chosen.trajectories, s) for s in range(chosen.seeds)]
     found = summary(seeds, chosen.policies)
     swapped = swapped_pairs(found)

@@ -56,7 +56,10 @@ class KvCapacity:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What the engine does right now; `preemptions` and `sampled_tokens` count since the start."""
+    """What the engine does right now; `preemptions` and `sampled_tokens` count since the start.
+
+    used_tokens: in blocks that running requests hold; prefixes saved for later make room for them.
+    """
 
     running: int
     waiting: int

@@ -200,7 +200,7 @@ class TorchEngine:
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
-            used_tokens=self._used_blocks(ahead=-1) * self._capacity.block,
+            used_tokens=self._row_blocks(ahead=-1) * self._capacity.block,
             preemptions=self._preemptions,
             sampled_tokens=self._sampled,
         )
@@ -303,19 +303,18 @@ class TorchEngine:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._capacity.block)
 
-    def _used_blocks(self, ahead: int = 1) -> int:
-        """Blocks of saved prefixes and of running rows, `ahead` tokens beyond their length.
+    def _row_blocks(self, ahead: int) -> int:
+        """Blocks of running rows, `ahead` tokens beyond their length.
 
         The last token of a row has no KV before the next step: -1 is what is stored now.
         """
         rows = self._lengths[: len(self._running)]
-        saved = sum(self._blocks(len(s.tokens)) for s in self._saved.values())
-        return int(np.sum(-(-(rows + ahead) // self._capacity.block))) + saved
+        return int(np.sum(-(-(rows + ahead) // self._capacity.block)))
 
     def _fits(self, extra_blocks: int) -> bool:
         """Make room by dropping the oldest saved prefixes; False, and none dropped, if in vain."""
-        excess = self._used_blocks() + extra_blocks - self._total_blocks
         saved = [self._blocks(len(s.tokens)) for s in self._saved.values()]
+        excess = self._row_blocks(ahead=1) + sum(saved) + extra_blocks - self._total_blocks
         if excess > sum(saved):
             return False
         for blocks in saved:

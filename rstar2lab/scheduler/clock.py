@@ -7,6 +7,7 @@ works for real, then sleeps for as long as its work has taken on the processor.
 import asyncio
 import selectors
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -40,6 +41,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[None, None, Result]) -> Result:
-    """`asyncio.run` on a clock that jumps. Raises: RuntimeError on a deadlock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
+    """`asyncio.run` on a clock that jumps, also from inside a running loop (Jupyter).
+
+    Raises: RuntimeError on a deadlock.
+    """
+
+    def run() -> Result:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(coroutine)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()

@@ -1,0 +1,136 @@
+"""Real engines on a clock that jumps, and prices fitted to their steps.
+
+Several engines work for real, one after the other in one thread; each step takes, on the loop's
+clock, the processor seconds that it has used. So two engines on one machine are timed as if each
+had a core of its own, whatever else the machine does; bandwidth that they would share is left out.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ..engines import Sampling
+from ..engines.torch_engine import TorchEngine
+from .clock import run_virtually
+from .cost import CostModel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step computed, and the processor seconds that it took.
+
+    rows and their context (tokens); prefill: tokens computed beside, pairs: Σ p·(x + p/2) of p
+    tokens after x others, calls: 1 if there were any.
+    """
+
+    rows: int
+    context: int
+    prefill: int
+    pairs: float
+    calls: int
+    seconds: float
+
+
+class PacedEngine(TorchEngine):
+    """A torch engine that sleeps, on a clock that jumps, for as long as it has worked.
+
+    `steps`: what it did. For event loops of `clock.run_virtually`.
+    """
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.steps: list[Step] = []
+        self._ready = 0.0  # when the present step ends
+        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
+
+    def _prefill(self, first, starts_R):
+        counts_R = self._lengths[first : first + len(starts_R)] - 1 - starts_R
+        pairs = float((counts_R * (starts_R + counts_R / 2)).sum())
+        self._prefilled = (int(counts_R.sum()), pairs, int(counts_R.max() > 0))
+        super()._prefill(first, starts_R)
+
+    def _finish_rows(self, sampled_B):
+        rows = len(sampled_B)
+        self._decoded = (rows, int(self._lengths[:rows].sum()) - rows)
+        super()._finish_rows(sampled_B)
+
+    async def _take_step(self):
+        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
+        started = time.thread_time()
+        await super()._take_step()
+        seconds = time.thread_time() - started
+        if self._decoded[0]:
+            self.steps.append(Step(*self._decoded, *self._prefilled, seconds))
+        self._ready = asyncio.get_running_loop().time() + seconds
+        await asyncio.sleep(seconds)
+
+    async def generate(self, request_id, token_ids, sampling):
+        completion = await super().generate(request_id, token_ids, sampling)
+        await asyncio.sleep(max(0.0, self._ready - asyncio.get_running_loop().time()))
+        return completion
+
+
+def fit(steps: Sequence[Step], name: str, origin: str) -> tuple[CostModel, dict]:
+    """Non-negative least squares of a step's seconds, R², and the mean residual by batch size.
+
+    steps: with rows and context varied independently, 2,000 or more. origin: where they were
+    measured; the model says so.
+
+    Each step weighs 1 / √seconds: the few long prefills must not drown the many short steps.
+    """
+    x = np.array([[1, s.rows, s.context, s.prefill, s.pairs, s.calls] for s in steps], float)
+    y = np.array([s.seconds for s in steps])
+    weights, scale = 1 / np.sqrt(y), np.abs(x).max(0)
+    found, _ = nnls(x / scale * weights[:, None], y * weights)
+    base, row, kv, token, pair, call = (found / scale).tolist()
+    residual = y - x @ np.array([base, row, kv, token, pair, call])
+    rows = x[:, 1]
+    edges = [1, 2, 5, 9, 17, 33, 65, max(66, int(rows.max()) + 1)]
+    by_rows = {
+        f"{low}-{high - 1}": round(float(residual[mine].mean() / y[mine].mean()), 3)
+        for low, high in zip(edges, edges[1:], strict=False)
+        if (mine := (rows >= low) & (rows < high)).any()
+    }
+    cost = CostModel(
+        name=name, is_calibrated=True, origin=origin,
+        overhead_seconds=base, weights_seconds=0.0, compute_seconds_per_row=0.0, row_seconds=row,
+        kv_seconds_per_token=kv, prefill_seconds_per_token=token, prefill_attention_seconds=pair,
+        prefill_call_seconds=call,
+    )  # fmt: skip
+    quality = 1 - float((residual**2).sum() / ((y - y.mean()) ** 2).sum())
+    return cost, {"steps": len(y), "r_squared": round(quality, 3), "relative_residual": by_rows}
+
+
+_CLIENTS = (1, 64, 4, 32, 2, 16, 8, 1, 48, 3, 24, 12, 6)  # at the same time, one round after another
+
+
+def calibrate(
+    engine: PacedEngine, vocabulary: int, name: str, origin: str, seed: int = 0,
+    most_turns: int = 120,
+) -> tuple[CostModel, dict]:  # fmt: skip
+    """Prices from requests of random lengths at batch sizes from 1 to 64: no policy, no trace.
+
+    engine: with KV for all of them at once; closed afterwards. most_turns: of a round.
+    """
+    rng = np.random.default_rng((seed, 3))
+
+    async def client(number: int, turns: int) -> None:
+        await asyncio.sleep(0.02 * number)  # staggered, as turns end: prefills of one or few rows
+        for turn in range(turns):
+            tokens = rng.integers(vocabulary, size=int(rng.integers(20, 520))).tolist()
+            sampling = Sampling(int(rng.integers(10, 60)), seed=number)
+            await engine.generate(f"{number}/{turn}", tokens, sampling)
+            await engine.abort(f"{number}/{turn}")
+
+    async def all_sizes() -> None:
+        for clients in _CLIENTS:
+            turns = min(max(3, most_turns // clients), 10)
+            await asyncio.gather(*(client(number, turns) for number in range(clients)))
+        engine.close()
+
+    run_virtually(all_sizes())
+    return fit(engine.steps, name, origin)
