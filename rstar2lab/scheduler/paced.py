@@ -105,7 +105,7 @@ def fit(steps: Sequence[Step], name: str, origin: str) -> tuple[CostModel, dict]
     return cost, {"steps": len(y), "r_squared": round(quality, 3), "relative_residual": by_rows}
 
 
-_CLIENTS = (1, 64, 4, 32, 2, 16, 8, 1, 48, 3, 24, 12, 6)  # at the same time, one round after another
+_CLIENTS = (1, 64, 4, 32, 2, 16, 8, 1, 48, 3, 24, 12, 6)  # at one time, round after round
 
 
 def calibrate(
