@@ -92,7 +92,8 @@ class TokenEngine:
         tokens = asked.length - 1
         if self.pool.prefixes == "blocks":
             tokens = tokens // self.pool.block * self.pool.block
-        self.saved[asked.id] = tokens
+        if tokens:
+            self.saved[asked.id] = tokens
         self.trim()
 
     def answer(self, asked: Asked, finish: str) -> Completion:

@@ -333,17 +333,14 @@ class SimulatedEngine:
             gen_tokens=self.gen_tokens + len(self.rows) * steps,
         )
 
-    def fail(self, now: float) -> tuple[list[Request], int]:
-        """The engine is gone: its requests, and the tokens that are lost with it.
-
-        Tokens are counted up to the last whole step. What was sampled in earlier turns is not lost.
-        """
-        steps = 0
-        if self.rows and self.due is not None:
-            steps = min(int(self._steps_until(now - self.time) + 1e-9), self._planned)
-            self._planned = steps
+    def fail(self, now: float) -> list[Request]:
+        """The engine is gone: its requests, with what they had sampled in whole steps."""
+        if self.rows:
+            busy = self.busy_seconds + now - self.time
+            self._planned = min(int(self._steps_until(now - self.time) + 1e-9), self._planned)
             self._advance()
-        lost = sum(self.step - row.joined for row in self.rows.values())
+            self.busy_seconds = busy
         requests = [row.request for row in self.rows.values()]
-        requests += [*self.waiting, *self._held]
-        return requests, lost
+        for row in list(self.rows.values()):
+            self._remove(row)
+        return requests + [*self.waiting, *self._held]
