@@ -23,7 +23,11 @@ _PATIENCE = 100  # ticks in a row at which nothing else is due: then nothing wil
 
 @dataclass(frozen=True)
 class Fault:
-    """Engine `engine` (its number) goes or comes at `time`. One that first comes starts absent."""
+    """Engine `engine` (its number) goes or comes at `time`. One that first comes starts absent.
+
+    With no engine at all, trajectories wait for one to come. The dispatcher cannot know that one
+    will, and fails them.
+    """
 
     time: float
     engine: int
@@ -51,7 +55,7 @@ class SimResult:
     recomputed_tokens: KV computed again after preemption, eviction of a prefix, a move or a loss.
     idle_fraction: of the engines' time, without a running row. mean_batch: rows per step.
     restarts: turns that began again because their engine was lost; lost_tokens: what they had
-    sampled. moves: turns on another engine than the one before.
+    sampled. moves: turns that left an engine for another one.
     """
 
     makespan: float
@@ -228,6 +232,8 @@ class Simulation:
             self._totals["lost"] += lost
             self._log(now, "lost", request.traj, engine, tokens=lost, reason="its engine was lost")
         self._totals["restarts"] += len(requests)
+        for trip in self._trips.values():
+            trip.home = "" if trip.home == name else trip.home
         self._apply(now, self._policy.engine_down(now, name))
 
     # Actions
