@@ -181,7 +181,7 @@ class Simulation:
         actions = self._policy.turn_done(now, request.traj, turn.tokens, request.preempted)
         if trip.turn == len(trip.trace.turns):
             self._apply(now, actions)
-            engine.forget(request.traj)
+            engine.forget(request.traj, now)
             self._finish(now, request.traj, "length" if trip.trace.is_cut else "success")
             return
         if any(isinstance(a, Hold) and a.traj == request.traj for a in actions):
@@ -255,7 +255,7 @@ class Simulation:
         if trip.home and trip.home != action.engine:
             self._totals["moves"] += 1
             if trip.home in self._engines:
-                self._engines[trip.home].forget(action.traj)
+                self._engines[trip.home].forget(action.traj, now)
         trip.home = action.engine
         turn = trip.trace.turns[trip.turn]
         request = Request(action.traj, trip.context, turn.tokens, trip.seen)
