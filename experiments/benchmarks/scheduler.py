@@ -72,13 +72,14 @@ VARIANTS = {
     "survival_z3": lambda: Survival(z=3.0),
 }
 NAMES = [*scheduler.POLICIES, *VARIANTS]
+DECIDING = "cost events lengths policies simulated simulator survival workload".split()
 ON_WRONG = ("least", "survival", "survival_move", "survival_yield")
 
 
 def version() -> str:
     """Of the code that decides the numbers."""
     folder = Path(scheduler.__file__).parent
-    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    sources = b"".join((folder / f"{name}.py").read_bytes() for name in DECIDING)
     return hashlib.sha256(sources).hexdigest()[:12]
 
 
@@ -218,7 +219,7 @@ def main() -> None:
     chosen = parser.parse_args()
     command = f"python experiments/benchmarks/scheduler.py --engines {chosen.engines} " \
               f"--seeds {chosen.seeds}"  # fmt: skip
-    points, table = load(chosen.out, chosen.engines), []
+    points = load(chosen.out, chosen.engines)
     for key in tqdm(planned(chosen), unit="step"):
         if key not in points:
             setting, name, seed = key
