@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rstar2lab.engines import Completion, EngineError, EngineLoad, EngineLost, KvCapacity
-from rstar2lab.scheduler import CostModel, EnginePool
+from rstar2lab.scheduler import CostModel, EnginePool, Fault
+from rstar2lab.scheduler.clock import run_virtually
+from rstar2lab.scheduler.dispatcher import Dispatcher, Limits
+from rstar2lab.scheduler.replay import replay
+from rstar2lab.scheduler.simulator import earlier_curve
 
 
 @dataclass(eq=False)
@@ -92,7 +96,8 @@ class TokenEngine:
         tokens = asked.length - 1
         if self.pool.prefixes == "blocks":
             tokens = tokens // self.pool.block * self.pool.block
-        self.saved[asked.id] = tokens
+        if tokens:
+            self.saved[asked.id] = tokens
         self.trim()
 
     def answer(self, asked: Asked, finish: str) -> Completion:
@@ -168,3 +173,55 @@ class TokenEngine:
                 asked.stays = True
         else:
             self.waiting = victims + self.waiting
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a step on `TokenEngine`s took; the dispatcher holds the log."""
+
+    makespan: float
+    preemptions: int
+    sampled: int
+    steps: int
+    dispatcher: Dispatcher
+    failed: dict[str, EngineError]
+
+
+def play(policy, workload, pool, cost, seed=0, tick_seconds=1.0, faults=(), prior=None) -> Played:
+    """A step, token by token, on a clock that jumps."""
+    every: list[TokenEngine] = []
+
+    def built() -> TokenEngine:
+        every.append(TokenEngine(pool, cost))
+        return every[-1]
+
+    async def disturb(fault: Fault, dispatcher: Dispatcher, engines: dict) -> None:
+        name = f"e{fault.engine}"
+        await asyncio.sleep(fault.time)
+        if fault.kind == "up":
+            engines[name] = built()
+            dispatcher.engine_up(name, engines[name])
+        else:
+            dispatcher.engine_down(name, "pulled")
+            engines[name].close()
+
+    async def step() -> Played:
+        late = {f.engine for f in faults if f.kind == "up"} - {
+            f.engine for f in faults if f.kind == "down"
+        }
+        engines = {f"e{n}": built() for n in range(pool.count) if n not in late}
+        dispatcher = Dispatcher(
+            engines, policy, limits=Limits(max_seqs=pool.max_seqs, restarts=99),
+            prior=earlier_curve(workload) if prior is None else prior,
+            tick_seconds=tick_seconds, seed=seed,
+        )  # fmt: skip
+        troubles = [asyncio.ensure_future(disturb(f, dispatcher, engines)) for f in faults]
+        failed = await replay(workload.trajectories, dispatcher, 100, seed)
+        makespan = asyncio.get_running_loop().time()
+        for trouble in troubles:
+            trouble.cancel()
+        dispatcher.close()
+        sums = (sum(getattr(e, k) for e in every) for k in ("preemptions", "sampled", "steps"))
+        return Played(makespan, *sums, dispatcher, failed)
+
+    return run_virtually(step())

@@ -286,7 +286,9 @@ class Dispatcher:
             work = engine.generate(trip.spec.id, token_ids, sampling)
             trip.task = asyncio.ensure_future(work)
             try:
-                return await trip.task
+                completion = await trip.task
+                if self._engines.get(name) is engine:
+                    return completion
             except (Exception, asyncio.CancelledError) as error:
                 is_lost = self._engines.get(name) is not engine
                 if is_lost and not asyncio.current_task().cancelling():

@@ -104,6 +104,12 @@ class SimulatedEngine:
         b = self._cost.fixed(rows) + kv * self.context - a
         return 2 * left / (b + math.sqrt(b * b + 4 * a * left))
 
+    def _steps_done(self, now: float) -> int:
+        """Whole steps since the boundary."""
+        if not self.rows or self.due is None:
+            return 0
+        return min(int(self._steps_until(now - self.time) + 1e-9), self._planned)
+
     def _blocks_after(self, steps: int) -> int:
         """Blocks of the rows `steps` steps later."""
         cycles, rest = divmod(steps, self._block)
@@ -127,10 +133,8 @@ class SimulatedEngine:
     def _advance(self) -> None:
         steps, rows = self._planned, len(self.rows)
         seconds = self._seconds(steps)
-        after = self._blocks_after(steps)
-        self.used = self._blocks_after(max(steps - 1, 0))
-        self._trim()  # for the last step; the rows that end with it need no further one
-        self.used = after
+        self._trim(self._blocks_after(max(steps - 1, 0)))  # rows that end need no further step
+        self.used = self._blocks_after(steps)
         self.time += seconds
         self.busy_seconds += seconds
         self.step += steps
@@ -187,7 +191,7 @@ class SimulatedEngine:
         started = self._admit()
         while self.used > self.blocks:
             self._preempt()
-        self._trim()
+        self._trim(self.used)
         self.is_between_steps = False
         self.started = started
         if not self.rows:
@@ -230,7 +234,7 @@ class SimulatedEngine:
                 computes = True
             request.seen = max(request.seen, request.length - 1)
             self._add(request, need)
-            self._trim()
+            self._trim(self.used)
             started.append(request)
         self._lead += self._cost.prefill_call_seconds * computes
         return started
@@ -266,11 +270,11 @@ class SimulatedEngine:
             tokens -= tokens % self._block  # only full blocks are found again
         self.saved[traj] = tokens
         self._saved_blocks += self._stored(tokens)
-        self._trim()
+        self._trim(self.used)
 
-    def _trim(self) -> None:
-        """Saved prefixes give way to the rows, the oldest first."""
-        excess = self.used + self._saved_blocks - self.blocks
+    def _trim(self, used: int) -> None:
+        """Saved prefixes give way to the `used` blocks of rows, the oldest first."""
+        excess = used + self._saved_blocks - self.blocks
         while excess > 0 and self.saved:
             traj = next(iter(self.saved))
             held = self._stored(self.saved[traj])
@@ -312,16 +316,16 @@ class SimulatedEngine:
 
     # Reports
 
-    def forget(self, traj: str) -> None:
-        """The trajectory has ended or gone elsewhere: its saved prefix is free."""
+    def forget(self, traj: str, now: float) -> None:
+        """The trajectory has ended or gone elsewhere: its saved prefix is free from now on."""
+        if not self.is_between_steps:
+            self._trim(self._blocks_after(self._steps_done(now)))
         self._saved_blocks -= self._stored(self.saved.pop(traj, 0))
 
     def stats(self, now: float) -> EngineStats:
         """What a metrics poll would see."""
-        steps, used = 0, self.used
-        if self.rows and self.due is not None:
-            steps = min(int(self._steps_until(now - self.time) + 1e-9), self._planned)
-            used = self._blocks_after(steps)
+        steps = self._steps_done(now)
+        used = self._blocks_after(steps)
         return EngineStats(
             id=self.spec.id,
             t=now,
@@ -333,17 +337,14 @@ class SimulatedEngine:
             gen_tokens=self.gen_tokens + len(self.rows) * steps,
         )
 
-    def fail(self, now: float) -> tuple[list[Request], int]:
-        """The engine is gone: its requests, and the tokens that are lost with it.
-
-        Tokens are counted up to the last whole step. What was sampled in earlier turns is not lost.
-        """
-        steps = 0
-        if self.rows and self.due is not None:
-            steps = min(int(self._steps_until(now - self.time) + 1e-9), self._planned)
-            self._planned = steps
+    def fail(self, now: float) -> list[Request]:
+        """The engine is gone: its requests, with what they had sampled in whole steps."""
+        if self.rows:
+            busy = self.busy_seconds + now - self.time
+            self._planned = self._steps_done(now)
             self._advance()
-        lost = sum(self.step - row.joined for row in self.rows.values())
+            self.busy_seconds = busy
         requests = [row.request for row in self.rows.values()]
-        requests += [*self.waiting, *self._held]
-        return requests, lost
+        for row in list(self.rows.values()):
+            self._remove(row)
+        return requests + [*self.waiting, *self._held]

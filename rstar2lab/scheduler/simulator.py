@@ -18,24 +18,44 @@ from .policies import Policy
 from .simulated import EnginePool, Request, SimulatedEngine
 from .workload import TrajectoryTrace, Workload
 
+_PATIENCE = 100  # ticks in a row at which nothing else is due: then nothing will come any more
+
 
 @dataclass(frozen=True)
 class Fault:
-    """Engine `engine` (its number) goes or comes at `time`. One that first comes starts absent."""
+    """Engine `engine` (its number) goes or comes at `time`. One that first comes starts absent.
+
+    With no engine at all, trajectories wait for one to come. The dispatcher cannot know that one
+    will, and fails them.
+    """
 
     time: float
     engine: int
     kind: Literal["down", "up"]
 
 
+def _in_order(faults: Sequence[Fault], count: int) -> list[Fault]:
+    """By time. Raises: ValueError for an engine that is not there, or goes or comes twice."""
+    last: dict[int, str] = {}
+    ordered = sorted(faults, key=lambda fault: fault.time)
+    for fault in ordered:
+        if not 0 <= fault.engine < count:
+            raise ValueError(f"{fault}: the pool has engines 0 to {count - 1}")
+        if last.get(fault.engine) == fault.kind:
+            raise ValueError(f"{fault}: engine {fault.engine} is {fault.kind} already")
+        last[fault.engine] = fault.kind
+    return ordered
+
+
 @dataclass(frozen=True)
 class SimResult:
     """What a step took. Seconds are simulated; `ends` counts trajectories by reason.
 
-    preemptions: requests sent back; recomputed_tokens: KV computed again after preemption, eviction
-    of a prefix, a move or a loss. idle_fraction: of the engines' time, without a running row.
-    mean_batch: rows per step. restarts: turns that began again because their engine was lost;
-    lost_tokens: what they had sampled. moves: turns on another engine than the one before.
+    lower_bound: of the trajectories that were not refused. preemptions: requests sent back;
+    recomputed_tokens: KV computed again after preemption, eviction of a prefix, a move or a loss.
+    idle_fraction: of the engines' time, without a running row. mean_batch: rows per step.
+    restarts: turns that began again because their engine was lost; lost_tokens: what they had
+    sampled. moves: turns that left an engine for another one.
     """
 
     makespan: float
@@ -68,7 +88,6 @@ class _Trip:
     context: int
     turn: int = 0
     seen: int = 0
-    engine: str = ""
     home: str = ""  # where its prefix may be
     calls: bool = False  # its tool call is held
 
@@ -82,7 +101,7 @@ class Simulation:
         prior=None,
     ):  # fmt: skip
         self._policy, self._workload, self._pool, self._cost = policy, workload, pool, cost
-        self._record, self._faults = record, sorted(faults, key=lambda f: f.time)
+        self._record, self._faults = record, _in_order(faults, pool.count)
         self._tick = tick_seconds if policy.tick_seconds is not None else None
         if policy.tick_seconds is not None and tick_seconds is None:
             self._tick = policy.tick_seconds
@@ -97,7 +116,8 @@ class Simulation:
         self.events: list[Event] = []
         self.ends: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
-        self._busy, self._present_seconds = 0.0, 0.0
+        self._busy, self._present_seconds, self._quiet_ticks = 0.0, 0.0, 0
+        self._refused: set[str] = set()
         self._since: dict[str, float] = {f"e{n}": 0.0 for n in present}
         policy.bind([pool.spec(n) for n in present], prior, seed)
 
@@ -157,12 +177,11 @@ class Simulation:
         turn = trip.trace.turns[trip.turn]
         trip.context, trip.seen = request.length, request.seen
         trip.turn += 1
-        trip.engine = ""
         self._log(now, "turn", request.traj, engine, tokens=turn.tokens)
         actions = self._policy.turn_done(now, request.traj, turn.tokens, request.preempted)
         if trip.turn == len(trip.trace.turns):
             self._apply(now, actions)
-            engine.forget(request.traj)
+            engine.forget(request.traj, now)
             self._finish(now, request.traj, "length" if trip.trace.is_cut else "success")
             return
         if any(isinstance(a, Hold) and a.traj == request.traj for a in actions):
@@ -190,7 +209,9 @@ class Simulation:
         for engine in list(self._engines.values()):
             self._apply(now, self._policy.engine_stats(now, engine.stats(now)))
         self._apply(now, self._policy.tick(now))
-        self._push(now + self._tick, self._on_tick, None)
+        self._quiet_ticks = 0 if self._heap else self._quiet_ticks + 1
+        if self._quiet_ticks < _PATIENCE:
+            self._push(now + self._tick, self._on_tick, None)
 
     def _on_fault(self, now: float, fault: Fault) -> None:
         name = f"e{fault.engine}"
@@ -200,16 +221,19 @@ class Simulation:
             self._apply(now, self._policy.engine_up(now, self._pool.spec(fault.engine)))
             return
         engine = self._engines.pop(name)
-        requests, lost = engine.fail(now)
+        requests = engine.fail(now)
         self._retire(engine, now)
         engine.generation += 1
-        self._log(now, "down", "", engine, tokens=lost)
+        self._log(now, "down", "", engine)
         for request in requests:
             trip = self._trips[request.traj]
-            trip.engine = ""
-            self._log(now, "lost", request.traj, engine, reason="its engine was lost")
+            lost = request.length - trip.context
+            trip.seen = min(request.seen, trip.context)
+            self._totals["lost"] += lost
+            self._log(now, "lost", request.traj, engine, tokens=lost, reason="its engine was lost")
         self._totals["restarts"] += len(requests)
-        self._totals["lost"] += lost
+        for trip in self._trips.values():
+            trip.home = "" if trip.home == name else trip.home
         self._apply(now, self._policy.engine_down(now, name))
 
     # Actions
@@ -223,6 +247,7 @@ class Simulation:
                 if trip.calls:
                     self._call(now, trip)
             elif isinstance(action, Cancel):
+                self._refused.add(action.traj)
                 self._drop(now, action.traj, "cancelled")
 
     def _start(self, now: float, action: Start) -> None:
@@ -230,8 +255,8 @@ class Simulation:
         if trip.home and trip.home != action.engine:
             self._totals["moves"] += 1
             if trip.home in self._engines:
-                self._engines[trip.home].forget(action.traj)
-        trip.engine = trip.home = action.engine
+                self._engines[trip.home].forget(action.traj, now)
+        trip.home = action.engine
         turn = trip.trace.turns[trip.turn]
         request = Request(action.traj, trip.context, turn.tokens, trip.seen)
         if engine.enqueue(request, now):
@@ -270,9 +295,10 @@ class Simulation:
         for engine in self._engines.values():
             self._retire(engine, now)
         totals = self._totals
+        served = [t for t in self._workload.trajectories if t.id not in self._refused]
         return SimResult(
             makespan=now,
-            lower_bound=lower_bound(self._workload, self._pool, self._cost),
+            lower_bound=lower_bound(served, self._pool, self._cost),
             preemptions=totals["preemptions"],
             idle_fraction=1 - self._busy / self._present_seconds if now else 0.0,
             recomputed_tokens=totals["recomputed"],
@@ -308,7 +334,8 @@ def simulate(
     policy knows, default the curve of the workload's `earlier_lengths`. record=False keeps no
     events.
 
-    Raises: ValueError for an unknown policy; RuntimeError if trajectories wait for ever.
+    Raises: ValueError for an unknown policy or faults that make no sense; RuntimeError if
+    trajectories wait for ever.
     """
     from . import make_policy
 
