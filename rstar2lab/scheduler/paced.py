@@ -118,18 +118,25 @@ def calibrate(
 ) -> tuple[CostModel, dict]:  # fmt: skip
     """Prices from requests of random lengths at batch sizes from 1 to 64: no policy, no trace.
 
+    Half of them begin, half go on after a few more tokens, as turns after a tool do.
+
     engine: with KV for all of them at once; closed afterwards. most_turns: of a round.
     """
     rng = np.random.default_rng((seed, 3))
-    longest = min(520, engine.longest_sequence - 60)
+    longest = min(520, engine.longest_sequence - 100)
 
     async def client(number: int, turns: int) -> None:
         await asyncio.sleep(0.02 * number)  # staggered, as turns end: prefills of one or few rows
-        for turn in range(turns):
-            tokens = rng.integers(vocabulary, size=int(rng.integers(20, longest))).tolist()
+        tokens: list[int] = []
+        for _ in range(turns):
+            if not 0 < len(tokens) < longest or rng.random() < 0.5:  # else it goes on
+                await engine.abort(str(number))
+                tokens = rng.integers(vocabulary, size=int(rng.integers(20, longest))).tolist()
             sampling = Sampling(int(rng.integers(10, 60)), seed=number)
-            await engine.generate(f"{number}/{turn}", tokens, sampling)
-            await engine.abort(f"{number}/{turn}")
+            completion = await engine.generate(str(number), tokens, sampling)
+            tokens += completion.token_ids.tolist()
+            tokens += rng.integers(vocabulary, size=int(rng.integers(1, 40))).tolist()
+        await engine.abort(str(number))
 
     async def all_sizes() -> None:
         for clients in _CLIENTS:
