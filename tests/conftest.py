@@ -15,6 +15,17 @@ settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Steps are small: a second thread costs more than it gives."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def config_file(tmp_path_factory):
     """`tiny.toml` with two arms beside it, as the command line reads them."""

@@ -9,11 +9,16 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from scipy.stats import ks_2samp
 from tiny import less_uniform
 
 from rstar2lab import config as cfg
+from rstar2lab import protocol, rollout, stats
 from rstar2lab.engines import Completion, EngineError, Sampling
-from rstar2lab.nano import model
+from rstar2lab.nano import model, tasks
+from rstar2lab.nano.tokenizer import FileTokenizer
+from rstar2lab.sandbox import Sandbox
+from rstar2lab.types import StopReason, Trajectory
 
 VOCABULARY, MAX_TOKENS, KV_TOKENS = 40, 128, 256
 SETTINGS = cfg.Model(layers=2, width=48, heads=3, kv_heads=1, mlp_width=64, max_tokens=MAX_TOKENS)
@@ -264,3 +269,40 @@ class ModelEngine(AnyEngine):
         assert done and (old.weight_version, new.weight_version) == (0, 1)
         assert_is_of(net, prompt(1), old)
         assert_is_of(other, prompt(2), new)
+
+
+def nano_rollouts(engine, model_path, count: int) -> list[Trajectory]:
+    """One scored trajectory of the nano model per problem, its programs run by the sandbox."""
+    tokens = FileTokenizer(model_path / "tokenizer.json")
+    chat = protocol.chat_format("nano", tools=True, response_chars=200)
+    limits = rollout.RolloutSettings(10, 1, 320, 1.0, 1.0, "same distribution")
+    with Sandbox(workers=2) as sandbox:
+        actors = rollout.Actors(engine, sandbox, tokens, chat)
+        problems = tasks.problems(count, seed=5, held_out=True)
+        groups = asyncio.run(rollout.rollout_groups(problems, 1, actors, limits))
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def assert_same_distribution(net, ours: list[Trajectory], theirs: list[Trajectory]) -> None:
+    """Two engines' rollouts of one model, problem by problem; neither is the other's copy.
+
+    Each log-prob is the model's. Lengths and numbers of calls pass a two-sample test, and the
+    interval of the paired difference in reward holds 0, at levels that a right engine fails once in
+    a thousand times.
+    """
+    for t in ours + theirs:
+        assert t.stop is not StopReason.VOID
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids])).long()
+        with torch.inference_mode():
+            logprobs = net(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        found = logprobs.gather(1, ids[1:, None])[len(t.prompt_ids) - 1 :, 0].numpy()
+        assert np.abs(found - t.logprobs)[t.loss_mask].max() < SAME
+    pairs = zip(ours, theirs, strict=True)
+    assert np.mean([a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs]) < 0.5
+    for value in (lambda t: len(t.response_ids), lambda t: t.num_calls):
+        assert ks_2samp([value(t) for t in ours], [value(t) for t in theirs]).pvalue > 1e-3
+    rewards = [[t.reward for t in trajectories] for trajectories in (ours, theirs)]
+    difference = np.subtract(*rewards)
+    interval = stats.t_interval(difference, level=0.999)
+    assert interval.low <= 0 <= interval.high, interval
+    assert 0.1 < np.mean(rewards) < 0.9  # a test of rewards that are all alike tests nothing

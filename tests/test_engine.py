@@ -24,14 +24,7 @@ from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.engines.torch_engine import TorchEngine, draw, sampling_logprobs, uniforms
 from rstar2lab.engines.watched import WatchedEngine
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Steps are small: a second thread costs more than it gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

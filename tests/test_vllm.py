@@ -1,15 +1,34 @@
 """vLLM as an engine: the contract of all engines, also with an untied head, and its refusals."""
 
 import asyncio
+from pathlib import Path
 
+import psutil
 import pytest
-from engine_contract import KV_TOKENS, MAX_TOKENS, ModelEngine, less_uniform, make_net, one, prompt
+from engine_contract import (
+    KV_TOKENS,
+    MAX_TOKENS,
+    SAME,
+    ModelEngine,
+    assert_same_distribution,
+    less_uniform,
+    make_net,
+    nano_rollouts,
+    one,
+    prompt,
+    until,
+)
+from tiny import odd_lengths_win, tiny_config
 
-from rstar2lab import extras
-from rstar2lab.engines import EngineError
+from rstar2lab import extras, rollout, runs, trainer
+from rstar2lab.engines import EngineError, EngineLost, Sampling
+from rstar2lab.engines.torch_engine import TorchEngine
 from rstar2lab.engines.vllm import VllmEngine, VllmSettings
+from rstar2lab.nano import model
 
+COLD_STARTS = Path(__file__).parents[1] / "experiments" / "results" / "cold_start"
 SETTINGS = VllmSettings(MAX_TOKENS, kv_tokens=KV_TOKENS, threads=1, eager=True)
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_vllm = pytest.mark.skipif(not extras.is_installed("vllm"), reason="vllm is not installed")
 
 
@@ -78,8 +97,6 @@ class TestTied(VllmContract):
             one(engine, prompt(1), temperature=0.001)
 
     def test_a_request_that_waits_for_new_weights_can_be_aborted(self, engine, net):
-        from rstar2lab.engines import Sampling
-
         async def main():
             running = asyncio.ensure_future(engine.generate("a", prompt(1), Sampling(60, seed=1)))
             await asyncio.sleep(0)
@@ -95,6 +112,16 @@ class TestTied(VllmContract):
         assert (running.finish, len(running.token_ids)) == ("length", 60)
         assert (late.finish, len(late.token_ids)) == ("abort", 0)
 
+    def test_when_vllm_dies_who_waits_is_told_that_it_is_lost(self, engine):
+        """The last test: nothing answers afterwards."""
+
+        def kill():
+            for child in psutil.Process().children():
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+
+        assert lost(engine, kill) == [EngineLost] * 3
+
 
 @pytest.mark.full
 @needs_vllm
@@ -109,3 +136,56 @@ class TestUntied(VllmContract):
         net = less_uniform(type(tied)(tied.config).eval())
         assert net.lm_head.weight is not net.model.embed_tokens.weight
         return net
+
+    def test_who_waits_when_the_engine_is_closed_is_told_that_it_is_lost(self, engine):
+        """The last test: nothing answers afterwards."""
+        assert lost(engine, engine.close) == [EngineLost] * 3
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_the_nano_model_s_rollouts_through_vllm_are_those_through_torch():
+    path, *_ = sorted(COLD_STARTS.glob("*/model"))  # those of the cold starts differ in training
+    net = model.load(path).eval()
+    sizes = {"kv_tokens": 16_384, "max_tokens": 512}
+    engine = TorchEngine(net.config, net.state_dict(), **sizes)
+    ours = nano_rollouts(engine, path, 384)
+    engine = VllmEngine(path, VllmSettings(**sizes, threads=1, eager=True))
+    try:
+        theirs = nano_rollouts(engine, path, 384)
+    finally:
+        engine.close()
+    assert_same_distribution(net, ours, theirs)
+
+
+@pytest.mark.full
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_a_training_run_samples_with_vllm_and_sends_it_every_update(
+    tmp_path, cold_model, monkeypatch
+):
+    monkeypatch.setattr(rollout, "score_or_void", odd_lengths_win)
+    config = tiny_config(engine__kind="vllm", engine__eager=True, engine__threads=1)
+    trainer.Trainer(config, tmp_path / "a-s0", arm="grpo_roc", model_path=cold_model).run()
+    folder = runs.RunFolder(tmp_path / "a-s0")
+    steps = [row for row in folder.rows() if row["step"]]
+    assert [row["groups_trained"] > 0 for row in steps] == [True] * 4
+    assert all(row["engine_learner_gap"] < SAME for row in steps)
+    assert all(row["entropy"] > 0 for row in steps)
+    versions = folder.read_table("trajectories").groupby("step").weight_version.unique()
+    assert {step: found.tolist() for step, found in versions.items()} == {1: [0], 2: [1], 4: [3]}
+
+
+def lost(engine, end) -> list[type]:
+    """What a running request, a later one, and an abort meet when `end` ends the engine."""
+
+    async def main():
+        running = asyncio.ensure_future(engine.generate("a", prompt(1), Sampling(110, seed=1)))
+        await until(lambda: engine.load().running == 1)
+        await asyncio.to_thread(end)
+        later = engine.generate("b", prompt(1), Sampling(5, seed=1))
+        found = await asyncio.gather(running, return_exceptions=True)
+        return found + await asyncio.gather(later, engine.abort("a"), return_exceptions=True)
+
+    return [type(answer) for answer in asyncio.run(main())]

@@ -23,10 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from .. import extras
-from . import Completion, EngineError, EngineLoad, KvCapacity, Result, Sampling
+from . import Completion, EngineError, EngineLoad, EngineLost, KvCapacity, Result, Sampling
 
 _ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine to the same cores
+    # On a CPU: the worker shares a process with vLLM's scheduler. In one of its own a token costs
+    # 1.6 times the CPU seconds (experiments/benchmarks/rollout.py, batch 128, one thread).
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has threads may hang
@@ -92,6 +94,7 @@ class VllmEngine:
 
         Raises:
             EngineError: the request cannot fit, however long it waits, or vLLM failed.
+            EngineLost: vLLM is dead, or the engine was closed.
         """
         tokens = [int(i) for i in token_ids]
         self._check(request_id, tokens, sampling)
@@ -105,7 +108,8 @@ class VllmEngine:
         asked, seen = self._in_flight, self._gauge
         running = min(seen.running, asked)
         used = round(seen.kv_usage * self._capacity.tokens) if asked else 0
-        return EngineLoad(running, asked - running + len(self._gated), used, seen.preemptions)
+        waiting = asked - running + len(self._gated)
+        return EngineLoad(running, waiting, used, seen.preemptions, seen.sampled_tokens)
 
     async def update_weights(self, version: int, tensors: Mapping) -> None:
         """Take new weights once no request is in flight; every saved prefix is dropped.
@@ -115,7 +119,7 @@ class VllmEngine:
 
         Raises:
             EngineError: a weight is missing, too many, or has another shape: nothing has changed.
-                Or vLLM could not load them: then the engine is closed.
+            EngineLost: vLLM could not load them; the engine is closed.
         """
         await self._run(self._update(version, _checked(tensors, self._shapes)))
 
@@ -127,9 +131,9 @@ class VllmEngine:
         return await result
 
     def close(self) -> None:
-        """End vLLM's processes; requests in flight are cancelled."""
+        """End vLLM's processes. Who still waits for an answer gets `EngineLost`."""
         if not self._loop.is_closed():
-            self._closed = self._closed or "the engine is closed"
+            self._closed = self._closed or "the engine was closed; start another one"
             self._submit(self._shut_down()).result()
             self._stop_loop()
             atexit.unregister(self.close)
@@ -142,8 +146,16 @@ class VllmEngine:
     async def _run(self, coroutine: Coroutine):
         if self._closed:
             coroutine.close()
-            raise EngineError(self._closed)
-        return await asyncio.wrap_future(self._submit(coroutine))
+            raise EngineLost(self._closed)
+        return await asyncio.wrap_future(self._submit(self._answered(coroutine)))
+
+    async def _answered(self, coroutine: Coroutine):
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if self._closed:  # by us, not by the caller
+                raise EngineLost(self._closed) from None
+            raise
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -187,8 +199,10 @@ class VllmEngine:
     async def _shut_down(self) -> None:
         self._llm.shutdown()
         del self._llm  # at the interpreter's end its destructor would fail
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _check(self, request_id: str, tokens: list[int], sampling: Sampling) -> None:
         longest = len(tokens) + sampling.max_new_tokens
@@ -223,7 +237,11 @@ class VllmEngine:
             ):
                 found = output
         except Exception as error:
-            raise EngineError(f"vLLM failed on request {request_id!r}: {error!r}") from error
+            said = f"vLLM failed on request {request_id!r}: {error!r}"
+            if self._llm.errored:
+                self._closed = said
+                raise EngineLost(said) from error
+            raise EngineError(said) from error
         finally:
             self._in_flight -= 1
             if self._in_flight == 0 and self._drained is not None and not self._drained.done():
@@ -329,7 +347,7 @@ class VllmEngine:
         except Exception as error:
             self._closed = f"vLLM could not take the new weights: {error}; the engine is closed"
             self._llm.shutdown()
-            raise EngineError(self._closed) from error
+            raise EngineLost(self._closed) from error
 
 
 class WeightTaking:
@@ -348,10 +366,10 @@ class WeightTaking:
 
 
 class _Gauge:
-    """A statistics logger of vLLM that keeps the last step."""
+    """A statistics logger of vLLM that keeps the last step's state and counts what has happened."""
 
     def __init__(self):
-        self.steps = self.running = self.preemptions = 0
+        self.steps = self.running = self.preemptions = self.sampled_tokens = 0
         self.kv_usage = 0.0
 
     def bind(self, vllm_config, engine_index: int = 0) -> "_Gauge":
@@ -364,6 +382,7 @@ class _Gauge:
             self.kv_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs
+            self.sampled_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
         pass
@@ -404,9 +423,9 @@ def _check_hooks() -> None:
 
     missing = []
     for owner, names in (
-        (AsyncLLM, "abort collective_rpc reset_prefix_cache shutdown"),
+        (AsyncLLM, "abort collective_rpc errored reset_prefix_cache shutdown"),
         (SchedulerStats(), "num_running_reqs kv_cache_usage"),
-        (IterationStats(), "num_preempted_reqs"),
+        (IterationStats(), "num_preempted_reqs num_generation_tokens"),
         (SamplingParams(), "flat_logprobs stop_token_ids ignore_eos output_kind"),
         (Worker, "reload_weights get_model"),
     ):
