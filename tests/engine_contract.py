@@ -205,7 +205,7 @@ class ModelEngine(AnyEngine):
     def test_load_counts_every_request_once_and_stays_within_the_capacity(self, engine, net):
         """Twelve requests of 80 tokens in room for 256: some must wait or be preempted."""
         wanted = [(f"r{i}", prompt(i), Sampling(68, seed=i)) for i in range(12)]
-        before, seen = engine.load().preemptions, []
+        before, seen = engine.load(), []
 
         async def main():
             tasks = [asyncio.ensure_future(engine.generate(*request)) for request in wanted]
@@ -220,7 +220,9 @@ class ModelEngine(AnyEngine):
         assert max(load.waiting for load in seen) > 0
         assert max(load.used_tokens for load in seen) > 68
         assert max(load.used_tokens for load in seen) <= engine.capacity().tokens == KV_TOKENS
-        assert engine.load().preemptions > before
+        after = engine.load()
+        assert after.preemptions > before.preemptions
+        assert after.sampled_tokens - before.sampled_tokens == 12 * 68
         for (_, tokens, _), completion in zip(wanted, found, strict=True):
             assert_is_of(net, tokens, completion)
 

@@ -40,6 +40,29 @@ def test_a_missing_vllm_is_one_line_that_names_the_extra(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
+@needs_vllm
+def test_sizes_and_folders_that_cannot_work_are_refused_before_vllm_starts(tmp_path):
+    with pytest.raises(EngineError, match="480 tokens in whole blocks of 32.*raise engine.kv"):
+        VllmEngine(tmp_path, VllmSettings(max_tokens=500, kv_tokens=500))
+    with pytest.raises(EngineError, match="no .*safetensors at"):
+        VllmEngine(tmp_path, SETTINGS)
+
+
+@pytest.mark.full
+@needs_vllm
+def test_another_vllm_than_ours_is_named_with_what_it_lacks(tmp_path, monkeypatch):
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.worker.gpu_worker import Worker
+
+    make_net(0).save_pretrained(tmp_path)
+    monkeypatch.delattr(SchedulerStats, "kv_cache_usage")
+    monkeypatch.setattr(SchedulerStats, "__init__", lambda self: None)
+    monkeypatch.delattr(Worker, "reload_weights")
+    with pytest.raises(EngineError, match="kv_cache_usage.*reload_weights.*written for vLLM 0.32"):
+        VllmEngine(tmp_path, SETTINGS)
+
+
 class VllmContract(ModelEngine):
     """One engine, started once; each test gets it with the first weights and nothing saved."""
 

@@ -26,6 +26,7 @@ from .. import extras
 from . import Completion, EngineError, EngineLoad, EngineLost, KvCapacity, Result, Sampling
 
 _ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same cores
     # On a CPU: the worker shares a process with vLLM's scheduler. In one of its own a token costs
     # 1.6 times the CPU seconds (experiments/benchmarks/rollout.py, batch 128, one thread).
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -72,6 +73,7 @@ class VllmEngine:
 
     def __init__(self, model_path: str | Path, settings: VllmSettings):
         _import_vllm()
+        _check_sizes(settings)
         self._settings, self._shapes = settings, _checkpoint_shapes(Path(model_path))
         self._version, self._closed, self._gauge = 0, "", _Gauge()
         self._in_flight, self._one_update = 0, asyncio.Lock()
@@ -165,9 +167,9 @@ class VllmEngine:
     # On the engine's own loop
 
     async def _start(self, model_path: Path) -> None:
+        _check_hooks()
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        _check_hooks()
         try:
             with _environment(OMP_NUM_THREADS=self._settings.threads):
                 self._llm = AsyncLLM.from_engine_args(
@@ -195,14 +197,15 @@ class VllmEngine:
             raise EngineError(f"vLLM answered a request for one token with {found}")
         if not self._gauge.steps:
             raise EngineError("vLLM decoded a token and sent no statistics of the step")
+        self._gauge.sampled_tokens = 0
 
     async def _shut_down(self) -> None:
         self._llm.shutdown()
-        del self._llm  # at the interpreter's end its destructor would fail
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        del self._llm  # at the interpreter's end its destructor would fail
 
     def _check(self, request_id: str, tokens: list[int], sampling: Sampling) -> None:
         longest = len(tokens) + sampling.max_new_tokens
@@ -238,9 +241,9 @@ class VllmEngine:
                 found = output
         except Exception as error:
             said = f"vLLM failed on request {request_id!r}: {error!r}"
-            if self._llm.errored:
-                self._closed = said
-                raise EngineLost(said) from error
+            if self._closed or self._llm.errored:
+                self._closed = self._closed or said
+                raise EngineLost(self._closed) from error
             raise EngineError(said) from error
         finally:
             self._in_flight -= 1
@@ -258,10 +261,13 @@ class VllmEngine:
     async def _is_admitted(self, request_id: str) -> bool:
         """Wait while weights are updated; False if the request is aborted meanwhile."""
         while self._drained is not None:
-            gate = self._loop.create_future()
-            self._gated.append((request_id, gate))
-            if not await gate:
-                return False
+            entry = request_id, self._loop.create_future()
+            self._gated.append(entry)
+            try:
+                if not await entry[1]:
+                    return False
+            finally:
+                self._gated.remove(entry)
         return True
 
     def _gives_entropies(self, sampling: Sampling) -> bool:
@@ -314,9 +320,9 @@ class VllmEngine:
         )
 
     async def _abort(self, request_id: str) -> None:
-        for entry in [entry for entry in self._gated if entry[0] == request_id]:
-            self._gated.remove(entry)
-            entry[1].set_result(False)
+        for waiting, gate in self._gated:
+            if waiting == request_id and not gate.done():
+                gate.set_result(False)
         await self._llm.abort(request_id)
 
     async def _update(self, version: int, tensors: dict) -> None:
@@ -328,8 +334,8 @@ class VllmEngine:
                 await self._load_weights(tensors)
                 self._version = version
             finally:
-                self._drained, gated, self._gated = None, self._gated, []
-                for _, gate in gated:
+                self._drained = None
+                for _, gate in self._gated:
                     if not gate.done():
                         gate.set_result(True)
 
@@ -408,6 +414,16 @@ def _import_vllm() -> None:
         ) from error
 
 
+def _check_sizes(settings: VllmSettings) -> None:
+    held = settings.kv_tokens // settings.block * settings.block
+    if settings.kv_tokens and held < settings.max_tokens:
+        raise EngineError(
+            f"kv_tokens={settings.kv_tokens} is {held} tokens in whole blocks of {settings.block}, "
+            f"less than one sequence of max_tokens={settings.max_tokens}; raise engine.kv_tokens "
+            "or lower model.max_tokens"
+        )
+
+
 def _check_hooks() -> None:
     """Everything used here that vLLM does not promise to keep.
 
@@ -415,12 +431,20 @@ def _check_hooks() -> None:
         EngineError: with what is missing.
     """
     import vllm
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
-    from vllm.v1.worker.gpu_worker import Worker
 
+    advice = (
+        f"this engine is written for vLLM 0.32.0, and this is {vllm.__version__}; install the "
+        "version in constraints.txt"
+    )
+    try:
+        from vllm.inputs.engine import tokens_input  # noqa: F401
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+        from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+        from vllm.v1.worker.gpu_worker import Worker
+    except ImportError as error:
+        raise EngineError(f"{error}; {advice}") from error
     missing = []
     for owner, names in (
         (AsyncLLM, "abort collective_rpc errored reset_prefix_cache shutdown"),
@@ -429,13 +453,11 @@ def _check_hooks() -> None:
         (SamplingParams(), "flat_logprobs stop_token_ids ignore_eos output_kind"),
         (Worker, "reload_weights get_model"),
     ):
-        missing += [f"{owner}.{name}" for name in names.split() if not hasattr(owner, name)]
+        missing += [f"{owner!r}.{name}" for name in names.split() if not hasattr(owner, name)]
     asked = set(StatLoggerBase.__abstractmethods__) - set(dir(_Gauge))
     if missing or asked:
         raise EngineError(
-            f"this engine is written for vLLM 0.32.0, and vLLM {vllm.__version__} lacks {missing} "
-            f"or wants {sorted(asked)} of a statistics logger; install the version in "
-            "constraints.txt"
+            f"vLLM lacks {missing}, or wants {sorted(asked)} of a statistics logger; {advice}"
         )
 
 
@@ -459,6 +481,7 @@ def _engine_arguments(model_path: Path, settings: VllmSettings):
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "worker_extension_cls": f"{__name__}.{WeightTaking.__name__}",
+        "use_tqdm_on_load": False,
         "enable_log_requests": False,
         "disable_log_stats": True,  # vLLM's own loggers; ours is passed to the engine
     }
