@@ -453,7 +453,8 @@ def _check_hooks() -> None:
         (SamplingParams(), "flat_logprobs stop_token_ids ignore_eos output_kind"),
         (Worker, "reload_weights get_model"),
     ):
-        missing += [f"{owner!r}.{name}" for name in names.split() if not hasattr(owner, name)]
+        kind = owner if isinstance(owner, type) else type(owner)
+        missing += [f"{kind.__name__}.{x}" for x in names.split() if not hasattr(owner, x)]
     asked = set(StatLoggerBase.__abstractmethods__) - set(dir(_Gauge))
     if missing or asked:
         raise EngineError(
