@@ -451,7 +451,9 @@ def makespans(df: pd.DataFrame, axes: Sequence[Axes] | None = None) -> np.ndarra
     """
     settings, policies = list(dict.fromkeys(df.setting)), list(dict.fromkeys(df.policy))
     axes = _panels(axes, settings, policies)
-    for ax, (_, rows) in zip(axes, df.groupby("setting", sort=False), strict=True):
+    for ax, (setting, rows) in zip(axes, df.groupby("setting", sort=False), strict=True):
+        ax.set_title(setting, fontsize="medium", loc="left")
+        ax.set_xlabel("time ÷ lower bound")
         for _, row in rows.iterrows():
             is_ours = row.policy.startswith("survival")
             color = ARM_COLORS["grpo_roc" if is_ours else "grpo_tool"]

@@ -36,6 +36,7 @@ SMALL_PARAMETERS = {
     "01_protocol": {},
     "02_sandbox": {"workers": 2, "loads": [0.2, 1.2], "seconds_each": 0.5},
     "03_rollout": {"samples": 2, "slow_seconds": 0.1, "small_kv_tokens": 256},
+    "04_scheduler": {"trajectories": 16, "layers": 1, "sim_engines": 1, "seeds": 2},
     "05_reward_noise": {"resamples": 200},
     "06_grpo": {"ratios": 41, "longest": 200},
     "07_roc": {"draws": 300, "replays": 2},

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 
 from rstar2lab import config, runs, scheduler
 from rstar2lab.nano import model
@@ -35,9 +36,17 @@ TICK_SECONDS = 0.1
 SHAPE = Shape(prompt_tokens=60, tool_tokens=12, tool_seconds=0.05, slow_seconds=0.6)
 
 
-def engine(kv_tokens: int = POOL.kv_tokens) -> PacedEngine:
-    """The nano model with random weights."""
-    net = model.build(config.Model(max_tokens=POOL.max_len), VOCABULARY, seed=0).eval()
+SIZES = {  # what a token costs to compute again differs: little in the first, much in the second
+    "nano": {},
+    "small": {"layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 768},
+}
+CALIBRATION_TURNS = {"nano": 120, "small": 30}
+
+
+def engine(size: str, kv_tokens: int = POOL.kv_tokens) -> PacedEngine:
+    """A Qwen3 with random weights."""
+    shape = config.Model(max_tokens=POOL.max_len, **SIZES[size])
+    net = model.build(shape, VOCABULARY, seed=0).eval()
     return PacedEngine(
         net.config, net.state_dict(), kv_tokens=kv_tokens, block=POOL.block,
         max_tokens=POOL.max_len, max_sequences=ROWS,
@@ -50,11 +59,11 @@ def workload(trajectories: int, seed: int) -> Workload:
     )
 
 
-def play(name: str, work: Workload, seed: int) -> dict:
+def play(size: str, name: str, work: Workload, seed: int) -> dict:
     """One policy on two real engines. Raises: AssertionError if the work was not done."""
 
     async def all_at_once() -> dict:
-        engines = {POOL.spec(n).id: engine() for n in range(POOL.count)}
+        engines = {POOL.spec(n).id: engine(size) for n in range(POOL.count)}
         limits = Limits(max_seqs=ROWS, max_len=POOL.max_len)
         dispatcher = Dispatcher(
             engines, scheduler.make_policy(name), limits=limits, prior=earlier_curve(work),
@@ -75,13 +84,15 @@ def play(name: str, work: Workload, seed: int) -> dict:
     return run_virtually(all_at_once())
 
 
-def one_seed(names: list[str], trajectories: int, seed: int) -> dict:
+def one_seed(size: str, names: list[str], trajectories: int, seed: int) -> dict:
     """All policies on one trace, and what the simulator says of each."""
-    cost, quality = calibrate(engine(1 << 17), VOCABULARY, "cpu_nano", ORIGIN, seed)
+    cost, quality = calibrate(
+        engine(size, 1 << 17), VOCABULARY, f"cpu_{size}", ORIGIN, seed, CALIBRATION_TURNS[size]
+    )
     work = workload(trajectories, seed)
     rows = {}
     for name in names[seed % len(names) :] + names[: seed % len(names)]:  # none is always first
-        measured = play(name, work, seed)
+        measured = play(size, name, work, seed)
         told = scheduler.simulate(
             name, work, POOL, cost, seed, tick_seconds=TICK_SECONDS, record=False
         )
@@ -148,26 +159,30 @@ def table(found: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--trajectories", type=int, default=96)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--policies", nargs="+", default=list(scheduler.POLICIES))
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    calibrate(engine(1 << 17), VOCABULARY, "warms up", ORIGIN)
-    seeds = [one_seed(chosen.policies, chosen.trajectories, s) for s in range(chosen.seeds)]
+    calibrate(engine("nano", 1 << 17), VOCABULARY, "warms up", ORIGIN, most_turns=20)
+    seeds = [
+        one_seed(chosen.size, chosen.policies, chosen.trajectories, seed)
+        for seed in tqdm(range(chosen.seeds), unit="trace")
+    ]
     found = summary(seeds, chosen.policies)
     swapped = swapped_pairs(found)
     print(table(found))
     print(f"pairs in the wrong order: {swapped or 'none'}")
     command = (
         "python experiments/benchmarks/scheduler_real.py "
-        f"--trajectories {chosen.trajectories} --seeds {chosen.seeds}"
+        f"--size {chosen.size} --trajectories {chosen.trajectories} --seeds {chosen.seeds}"
     )
     result = {
         "summary": found, "swapped_pairs": swapped, "seeds": seeds, "pool": asdict(POOL),
         "clock": "virtual; each step takes the processor seconds that it used",
-        "provenance": runs.provenance(command, "nano 0.4M, random weights, two CPU engines"),
+        "provenance": runs.provenance(command, f"{chosen.size}, random weights, two CPU engines"),
     }  # fmt: skip
     runs.write_atomic(chosen.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 

@@ -47,6 +47,10 @@ class PacedEngine(TorchEngine):
         self._ready = 0.0  # when the present step ends
         self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
 
+    @property
+    def longest_sequence(self) -> int:
+        return self._max_tokens
+
     def _prefill(self, first, starts_R):
         counts_R = self._lengths[first : first + len(starts_R)] - 1 - starts_R
         pairs = float((counts_R * (starts_R + counts_R / 2)).sum())
@@ -84,7 +88,7 @@ def fit(steps: Sequence[Step], name: str, origin: str) -> tuple[CostModel, dict]
     """
     x = np.array([[1, s.rows, s.context, s.prefill, s.pairs, s.calls] for s in steps], float)
     y = np.array([s.seconds for s in steps])
-    weights, scale = 1 / np.sqrt(y), np.abs(x).max(0)
+    weights, scale = 1 / np.sqrt(y), np.maximum(np.abs(x).max(0), 1e-12)
     found, _ = nnls(x / scale * weights[:, None], y * weights)
     base, row, kv, token, pair, call = (found / scale).tolist()
     residual = y - x @ np.array([base, row, kv, token, pair, call])
@@ -114,17 +118,25 @@ def calibrate(
 ) -> tuple[CostModel, dict]:  # fmt: skip
     """Prices from requests of random lengths at batch sizes from 1 to 64: no policy, no trace.
 
+    Half of them begin, half go on after a few more tokens, as turns after a tool do.
+
     engine: with KV for all of them at once; closed afterwards. most_turns: of a round.
     """
     rng = np.random.default_rng((seed, 3))
+    longest = min(520, engine.longest_sequence - 100)
 
     async def client(number: int, turns: int) -> None:
         await asyncio.sleep(0.02 * number)  # staggered, as turns end: prefills of one or few rows
-        for turn in range(turns):
-            tokens = rng.integers(vocabulary, size=int(rng.integers(20, 520))).tolist()
+        tokens: list[int] = []
+        for _ in range(turns):
+            if not 0 < len(tokens) < longest or rng.random() < 0.5:  # else it goes on
+                await engine.abort(str(number))
+                tokens = rng.integers(vocabulary, size=int(rng.integers(20, longest))).tolist()
             sampling = Sampling(int(rng.integers(10, 60)), seed=number)
-            await engine.generate(f"{number}/{turn}", tokens, sampling)
-            await engine.abort(f"{number}/{turn}")
+            completion = await engine.generate(str(number), tokens, sampling)
+            tokens += completion.token_ids.tolist()
+            tokens += rng.integers(vocabulary, size=int(rng.integers(1, 40))).tolist()
+        await engine.abort(str(number))
 
     async def all_sizes() -> None:
         for clients in _CLIENTS:
