@@ -109,7 +109,11 @@ async def rollout(trace, number: int, target: Dispatcher) -> list[int]:
 def run(target: Dispatcher, beside=None, work=WORK) -> list:
     """Every trajectory's tokens or error, with `beside(tasks)` going on at the same time."""
 
+    complaints = []
+
     async def everything():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
         target.announce([trace.spec for trace in work.trajectories])
         tasks = [
             asyncio.ensure_future(rollout(trace, number, target))
@@ -128,7 +132,9 @@ def run(target: Dispatcher, beside=None, work=WORK) -> list:
     async def in_time():
         return await asyncio.wait_for(everything(), 100_000)
 
-    return run_virtually(in_time())
+    found = run_virtually(in_time())
+    assert not complaints
+    return found
 
 
 def assert_all_given_back(target: Dispatcher, work=WORK) -> None:
@@ -351,11 +357,12 @@ def test_a_request_that_fits_nowhere_is_refused_and_the_others_go_on(net, alone)
     assert_all_given_back(target)
 
 
-def test_closing_wakes_whoever_waits(net):
-    target = dispatcher([engine(net, 112)], "reserve")
+@pytest.mark.parametrize("policy", DISTINCT)
+def test_closing_wakes_whoever_waits(net, policy):
+    target = dispatcher([engine(net, 112)], policy)
 
     async def close(tasks):
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(6.5)
         target.close()
 
     found = run(target, close)

@@ -469,7 +469,7 @@ def ages_after(policy, start: float, tokens: int, seconds: int, delay: float = 0
 def test_ages_grow_with_the_reports_whatever_an_engine_has_sampled_before():
     """Its counter is far from zero when a step begins, and after a pause the rate is unknown."""
     policy = Survival()
-    policy.bind(engines(1, kv=4000))
+    policy.bind(engines(1, kv=16_000))
     for step, start in enumerate((0.0, 600.0)):
         names = [f"s{step}/{i}" for i in range(20)]
         policy.submit(start, [TrajSpec(name, "g", 100, 600) for name in names])
@@ -490,7 +490,7 @@ def test_a_report_that_is_late_says_how_far_they_were_when_it_was_made():
 
 def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
     policy = SurvivalYield(share=0.4)
-    policy.bind(engines(1, kv=1280))  # three of 26 blocks in the worst case
+    policy.bind(engines(1, kv=12_800, max_seqs=3))
     policy.submit(0.0, trajectories(6))
     running = list(policy.desks["e0"].residents)
     assert running == ["t0", "t1", "t2"]
@@ -514,6 +514,19 @@ def test_survival_starts_more_than_the_worst_case_and_fewer_than_all():
     policy.bind(engines(1, kv=16_000), prior)
     found = len(started(policy.submit(0.0, trajectories(200, prompt=10, most=300))))
     assert 16_000 // 320 * 2 < found < 200
+
+
+@pytest.mark.parametrize("most", [20, 100, 255, 500, 8191])
+def test_without_a_curve_survival_plans_for_the_worst_case_however_short_budgets_are(most):
+    kv = 50 * (10 + most + 1)
+    policies = [Survival(z=2.0), Survival(z=2.0), Reserve()]
+    counts = []
+    for policy, prior in zip(policies, (None, KaplanMeier(), None), strict=True):
+        policy.bind(engines(1, kv=kv, block=1), prior)
+        found = started(policy.submit(0.0, trajectories(200, prompt=10, most=most)))
+        counts.append(len(found))
+    assert counts[2] == 50
+    assert counts[:2] == pytest.approx([50, 50], rel=0.05)
 
 
 def test_a_turn_moves_only_with_an_empty_queue_and_a_real_gap():

@@ -24,6 +24,11 @@ class LengthPrior(Protocol):
         ...
 
 
+def bin_width(longest: int) -> int:
+    """Tokens of a bin for responses of at most `longest`: a 32nd, never above 256."""
+    return max(1, min(256, longest // 32))
+
+
 class KaplanMeier:
     """The survival curve in bins of `bin_tokens`, S(bin) = Π (1 - ended / at risk).
 

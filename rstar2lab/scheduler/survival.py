@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 
 from .events import Hold
-from .lengths import KaplanMeier
+from .lengths import KaplanMeier, bin_width
 from .policies import Desk, Policy
 
 _SLOTS = 64  # residents for which a desk has room at first; it grows
@@ -89,6 +89,8 @@ class Outlook:
         self.bin = curve.bin_tokens
         bins = longest // self.bin + 1
         self.horizons_H = np.arange(bins) * float(self.bin)
+        if longest % self.bin:  # bins that end short of the budget would hide the worst case
+            self.horizons_H = np.append(self.horizons_H, longest)
         ages_B = np.arange(bins)[:, None] * self.bin
         self.alive_BH = curve.survival(ages_B, self.horizons_H[None].astype(int))
         self.alive_BH[ages_B + self.horizons_H[None] > longest] = 0.0
@@ -129,7 +131,7 @@ class Survival(Policy):
         self._z = z
 
     def bind(self, engines, prior=None, seed=0) -> None:
-        super().bind(engines, KaplanMeier() if prior is None else prior, seed)
+        super().bind(engines, prior, seed)
         self._ages: dict[str, Ages] = {}
         self._outlook: Outlook | None = None
         self._longest = 0
@@ -138,7 +140,9 @@ class Survival(Policy):
         """The curve is renewed between steps only: during one, the short ones end first."""
         longest = max((seat.spec.max_tokens for seat in fresh), default=0)
         is_new_step = len(self.seats) == len(fresh)
-        if is_new_step or longest > self._longest:
+        if self.prior is None and fresh:
+            self.prior = KaplanMeier(bin_tokens=bin_width(longest))
+        if fresh and (is_new_step or longest > self._longest):
             self._longest = longest if is_new_step else max(longest, self._longest)
             self._outlook = Outlook(self.prior, self._longest)
 
