@@ -437,7 +437,7 @@ def test_new_weights_reach_all_engines(net):
 # -- logs
 
 
-@pytest.mark.parametrize("policy", ["static_sync", "least", "reserve", "survival_move"])
+@pytest.mark.parametrize("policy", ["least", *DISTINCT])
 def test_a_log_of_real_engines_replays_in_the_simulator(net, tmp_path, policy):
     target = dispatcher([engine(net), engine(net)], policy, tick_seconds=1.0)
     run(target)
@@ -450,9 +450,10 @@ def test_a_log_of_real_engines_replays_in_the_simulator(net, tmp_path, policy):
         assert tools == [turn.tool_tokens for turn in after.turns]
     pool = EnginePool(2, KV["kv_tokens"], max_seqs=16, max_len=LONGEST, prefixes="whole")
     told = simulate(policy, logged, pool, ONE_SECOND, tick_seconds=1.0)
-    assert told.makespan == pytest.approx(target.events[-1].time, rel=0.02)
+    assert told.makespan == pytest.approx(target.events[-1].time, rel=0.005)
     real = sum(one.load().preemptions for one in target._engines.values())
-    assert told.preemptions == pytest.approx(real, rel=0.15)
+    assert told.preemptions == real
+    assert (real > 0) == (policy in ("least", "static_sync"))
 
 
 # -- by chance
