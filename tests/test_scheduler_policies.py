@@ -1,13 +1,15 @@
 """The policies as state machines: thousands of random histories with failures, a few by hand."""
 
+import time
+
 import numpy as np
 import pytest
 
 from rstar2lab import scheduler
 from rstar2lab.scheduler import EngineSpec, EngineStats, KaplanMeier, TrajSpec
 from rstar2lab.scheduler.events import Cancel, Hold, Resume, Start
-from rstar2lab.scheduler.policies import Reserve, Static
-from rstar2lab.scheduler.survival import Outlook, Survival, SurvivalMove
+from rstar2lab.scheduler.policies import Aimd, Gauge, Reserve, Static
+from rstar2lab.scheduler.survival import Outlook, Survival, SurvivalMove, SurvivalYield
 
 
 class World:
@@ -26,6 +28,9 @@ class World:
         self.length: dict[str, int] = {}
         self.specs: dict[str, TrajSpec] = {}
         self.ended: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.begun: dict[str, None] = {}  # in the order of their first start
+        self.log: list = []
 
     def spec(self, name: str) -> EngineSpec:
         kv, seqs = int(self.rng.integers(300, 2000)), int(self.rng.integers(2, 9))
@@ -38,6 +43,7 @@ class World:
         self.home.pop(traj, None)
 
     def act(self, actions) -> None:
+        self.log += actions
         for action in actions:
             traj = action.traj
             if isinstance(action, Start):
@@ -46,6 +52,7 @@ class World:
                 stayed = self.home.get(traj) == action.engine
                 assert action.expect_hit == stayed
                 self.state[traj], self.home[traj] = "running", action.engine
+                self.begun.setdefault(traj)
             elif isinstance(action, Cancel):
                 assert self.state[traj] == "queued" and "lower max_tokens" in action.reason
                 assert not any(self.fits(self.specs[traj], spec) for spec in self.engines.values())
@@ -66,15 +73,27 @@ class World:
         return total <= spec.max_len and blocks <= spec.kv_tokens // spec.block
 
     def check(self) -> None:
-        """The ledger is the sum of the residents' worst cases, so never below the real use."""
+        """The ledger is the sum of the residents' worst cases, so never below the real use.
+
+        Nothing waits while all engines are empty, and starts are in the order of submission.
+        """
         ledger = self.policy.ledger()
         assert set(ledger) == set(self.engines)
         for name, spec in self.engines.items():
             mine = [t for t, home in self.home.items() if home == name]
             worst = [self.specs[t].prompt_tokens + self.specs[t].max_tokens + 1 for t in mine]
             assert ledger[name] == sum(-(-w // spec.block) for w in worst) * spec.block
-            assert ledger[name] >= sum(self.length[t] + 1 for t in mine)
+            held = sum(-(-(self.length[t] + 1) // spec.block) for t in mine) * spec.block
+            assert ledger[name] >= held
+            if isinstance(self.policy, Reserve):
+                assert ledger[name] <= spec.kv_tokens, "it may overflow"
+            if isinstance(self.policy, Survival):
+                assert len(mine) <= spec.max_seqs
         assert set(self.policy.seats) == set(self.state)
+        assert set(self.policy.queue) == {t for t, state in self.state.items() if state == "queued"}
+        if self.policy.queue and self.engines:
+            assert self.home, "all engines are empty, and yet there is a queue"
+        assert list(self.begun) == sorted(self.begun, key=lambda t: int(t[1:])), "not first come"
 
     # Events
 
@@ -140,10 +159,14 @@ class World:
                 del self.home[traj]
                 if self.state[traj] == "running":
                     self.state[traj] = "queued"
+            self.lost.append(name)
             self.act(self.policy.engine_down(self.now, name))
 
     def gain(self) -> None:
+        """An engine that was lost comes back, or a new one arrives."""
         name = f"n{self.count}-{self.rng.integers(1 << 30)}"
+        if self.lost and self.rng.random() < 0.7:
+            name = self.lost.pop(self.rng.integers(len(self.lost)))
         self.engines[name] = self.spec(name)
         self.act(self.policy.engine_up(self.now, self.engines[name]))
 
@@ -151,7 +174,8 @@ class World:
         for name in self.engines:
             usage, waiting = float(self.rng.random()), int(self.rng.integers(3))
             running = sum(self.home.get(t) == name for t in self.state)
-            stats = EngineStats(name, self.now, usage, None, running, waiting, 0, self.sampled)
+            then = self.now - self.rng.choice([0.0, 0.3, 5.0])
+            stats = EngineStats(name, then, usage, None, running, waiting, 0, self.sampled)
             self.act(self.policy.engine_stats(self.now, stats))
         self.act(self.policy.tick(self.now))
 
@@ -163,9 +187,9 @@ class World:
             kinds[kind]()
 
     def drain(self) -> None:
-        """With an engine for everything, all that is unfinished must come to its end."""
-        self.engines["last"] = EngineSpec("last", 100_000, 16, 256, 1 << 20)
-        self.act(self.policy.engine_up(self.now, self.engines["last"]))
+        """On the engines that are left, or one, all that is unfinished must come to its end."""
+        if not self.engines:
+            self.gain()
         for _ in range(10_000):
             if not self.state:
                 return
@@ -190,6 +214,16 @@ def test_in_random_histories_with_failures_each_trajectory_ends_once(name, seeds
         assert not world.policy.queue and not world.policy.seats
 
 
+@pytest.mark.parametrize("name", scheduler.POLICIES)
+def test_chance_comes_from_the_seed_alone(name):
+    logs = []
+    for _ in range(2):
+        world = World(name, 3)
+        world.live(80)
+        logs.append(world.log)
+    assert logs[0] == logs[1] and len(logs[0]) > 50
+
+
 def engines(count=2, kv=1600, **more) -> list[EngineSpec]:
     return [EngineSpec(f"e{i}", kv, **more) for i in range(count)]
 
@@ -208,7 +242,7 @@ def test_a_request_larger_than_every_engine_is_refused_with_the_numbers(name):
     policy.bind(engines())
     (refusal,) = policy.submit(0.0, [TrajSpec("big", "g", 1000, 601)])
     assert isinstance(refusal, Cancel)
-    for part in ("1000 prompt + 601", "holds 1600", "lower max_tokens"):
+    for part in ("1000 prompt + 601", "+ 1 ahead", "holds 1600", "lower max_tokens"):
         assert part in refusal.reason
     assert started(policy.submit(0.0, [TrajSpec("fits", "g", 1000, 599)])) == {
         "fits": policy.seats["fits"].engine
@@ -224,6 +258,32 @@ def test_reserve_starts_as_many_as_fit_in_the_worst_case():
     assert len(started(policy.finished(1.0, "t0", "success"))) == 1
 
 
+def test_an_id_that_is_submitted_twice_is_refused_before_anything_is_queued():
+    policy = scheduler.make_policy("least")
+    policy.bind(engines())
+    with pytest.raises(ValueError, match="'t0' was submitted twice"):
+        policy.submit(0.0, [*trajectories(2), *trajectories(1)])
+    assert not policy.seats and not policy.queue
+    assert len(started(policy.submit(0.0, trajectories(2)))) == 2
+
+
+def test_when_an_engine_is_lost_its_running_turns_go_first_and_its_tools_go_on():
+    policy = Reserve()
+    policy.bind(engines(1))
+    policy.submit(0.0, trajectories(5))  # three fit
+    policy.turn_done(1.0, "t1", 40)
+    holds = policy.engine_down(2.0, "e0")
+    assert [(hold.traj, hold.reason) for hold in holds] == [
+        ("t0", "its engine was lost"), ("t2", "its engine was lost"),
+    ]  # fmt: skip
+    assert list(policy.queue) == ["t0", "t2", "t3", "t4"] and policy.ledger() == {}
+    assert policy.tool_done(3.0, "t1", 7) == [Hold("t1", "its engine was lost")]
+    assert policy.seats["t1"].context == 100 + 40 + 7
+    assert list(started(policy.engine_up(4.0, engines(1)[0]))) == ["t1", "t0", "t2"]
+    with pytest.raises(ValueError, match="'e7' is not up"):
+        policy.engine_down(5.0, "e7")
+
+
 def test_over_committed_reservations_start_twice_as_many():
     policy = Reserve(commit=0.5)
     policy.bind(engines())
@@ -236,6 +296,68 @@ def test_contiguous_placement_keeps_groups_together_and_strided_spreads_them():
         policy.bind(engines())
         found = started(policy.submit(0.0, trajectories(4)))
         assert [found[f"t{i}"] for i in range(4)] == expected
+
+
+def test_strided_placement_goes_on_when_trajectories_arrive_one_by_one():
+    policy = Static(contiguous=False)
+    policy.bind(engines(3, kv=16_000))
+    found = [started(policy.submit(0.0, [traj])) for traj in trajectories(5)]
+    assert [e for each in found for e in each.values()] == ["e0", "e1", "e2", "e0", "e1"]
+
+
+def test_round_robin_takes_the_next_engine_for_every_turn():
+    policy = scheduler.make_policy("round_robin")
+    policy.bind(engines(3, kv=16_000))
+    first = started(policy.submit(0.0, trajectories(3)))
+    assert set(first.values()) == {"e0", "e1", "e2"}
+    policy.turn_done(1.0, "t0", 5)
+    (start,) = policy.tool_done(2.0, "t0", 5)
+    assert start == Start("t0", first["t0"], True)  # three later: the same again
+    policy.turn_done(3.0, "t1", 5)
+    (start,) = policy.tool_done(4.0, "t1", 5)
+    assert start == Start("t1", first["t1"], True)
+    policy.turn_done(5.0, "t1", 5)
+    (start,) = policy.tool_done(6.0, "t1", 5)
+    assert start == Start("t1", first["t2"], False)
+
+
+def report(policy, now: float, usage: float, *, engine="e0", waiting=0, preemptions=0) -> None:
+    policy.engine_stats(now, EngineStats(engine, now, usage, None, 1, waiting, preemptions, 0))
+
+
+def test_the_gauge_admits_by_what_is_held_now_and_does_not_look_ahead():
+    policy = Gauge(high=0.9)
+    policy.bind(engines(1))  # 1600 tokens; each starts with 100 and may come to 400
+    assert len(started(policy.submit(0.0, trajectories(30)))) == 14  # 14 · 100 ≤ 0.9 · 1600
+    report(policy, 1.0, 0.5)
+    assert len(started(policy.tick(1.0))) == 6  # 800 + 6 · 100 ≤ 1440
+    report(policy, 2.0, 0.9)
+    assert policy.tick(2.0) == []
+
+
+def test_the_limit_of_residents_grows_by_turnover_and_shrinks_by_congestion():
+    policy = Aimd()
+    policy.bind(engines(1))
+    assert len(started(policy.submit(0.0, trajectories(60)))) == 3  # ⌊1600 / 416⌋
+    report(policy, 1.0, 0.3)
+    for number in range(4):
+        policy.turn_done(2.0, f"t{number}", 10)
+        policy.finished(2.0, f"t{number}", "success")
+    assert len(policy.desks["e0"].residents) == 3
+    report(policy, 3.0, 0.3)
+    assert len(started(policy.tick(3.0))) == 1  # 3.8 · 1.25 = 4.8
+    report(policy, 4.0, 0.3, preemptions=1)
+    assert policy.tick(4.0) == [] and policy._limit["e0"] == pytest.approx(1600 / 416 * 1.25 * 0.8)
+    report(policy, 5.0, 0.95, preemptions=1)
+    assert policy._limit["e0"] == pytest.approx(4 * 0.7 / 0.95)
+
+
+@pytest.mark.parametrize("name", ["aimd", "gauge", "reserve", "survival", "survival_yield"])
+def test_a_full_engine_does_not_hide_one_that_has_room(name):
+    policy = scheduler.make_policy(name)
+    policy.bind([EngineSpec("s0", 900), EngineSpec("s1", 900), EngineSpec("large", 90_000)])
+    found = list(started(policy.submit(0.0, trajectories(250))).values())
+    assert found.count("large") >= 90_000 // 416 > found.count("s0") + found.count("s1") > 0
 
 
 def test_the_barrier_holds_tools_until_the_engines_last_turn_ends():
@@ -298,6 +420,93 @@ def test_the_projected_peak_is_the_expected_one():
     assert outlook.peak(outlook.moments(prompts, ages), 2.0) == pytest.approx(max(peaks), rel=0.01)
 
 
+def test_the_projected_peak_is_the_largest_sum_over_residents():
+    rng = np.random.default_rng(3)
+    curve = KaplanMeier(rng.integers(1, 900, 300), rng.random(300) < 0.2, bin_tokens=50)
+    outlook = Outlook(curve, 1000)
+    for z in (0.0, 1.0, 3.0):
+        prompts, ages = rng.integers(1, 200, 7), rng.integers(0, 1000, 7)
+        peak = 0.0
+        for h in range(0, 1001, 50):
+            mean = variance = 0.0
+            for prompt, age in zip(prompts, ages, strict=True):
+                start = age // 50 * 50
+                p = float(curve.survival(start, h)) if start + h <= 1000 else 0.0
+                mean += (prompt + age + h) * p
+                variance += (prompt + age + h) ** 2 * p * (1 - p)
+            peak = max(peak, mean + z * variance**0.5)
+        moments = outlook.moments(prompts.astype(float), ages.astype(float))
+        assert outlook.peak(moments, z) == pytest.approx(peak)
+
+
+def test_trajectories_that_were_given_up_count_as_longer():
+    """All that come to 500 tokens are cancelled there: half of lengths that are uniform in 1000."""
+    policy = Survival()
+    policy.bind(engines(1, kv=100_000), KaplanMeier(bin_tokens=100))
+    lengths = np.arange(1, 1000, 5)
+    names = [f"t{i}" for i in range(len(lengths))]
+    policy.submit(0.0, [TrajSpec(name, "g", 10, 1000) for name in names])
+    for name, length in zip(names, lengths, strict=True):
+        policy.turn_done(1.0, name, min(int(length), 500))
+        policy.finished(1.0, name, "success" if length < 500 else "cancel")
+    assert policy.prior.survival(0, 500) == pytest.approx(0.5)
+    assert policy.prior.survival(0, 900) == pytest.approx(0.5), "nobody was seen to end later"
+
+
+def ages_after(policy, start: float, tokens: int, seconds: int, delay: float = 0.0) -> list[float]:
+    """Mean estimated age at each second, when every row samples 30 tokens a second."""
+    ages = []
+    rows = len(policy.desks["e0"].residents)
+    for passed in range(1, seconds + 1):
+        now = start + passed
+        sampled = tokens + int(30 * rows * (passed - delay))
+        policy.engine_stats(now, EngineStats("e0", now - delay, 0.5, None, rows, 0, 0, sampled))
+        policy.tick(now)
+        ages.append(float(policy._ages["e0"].at(now)[1].mean()))
+    return ages
+
+
+def test_ages_grow_with_the_reports_whatever_an_engine_has_sampled_before():
+    """Its counter is far from zero when a step begins, and after a pause the rate is unknown."""
+    policy = Survival()
+    policy.bind(engines(1, kv=16_000))
+    for step, start in enumerate((0.0, 600.0)):
+        names = [f"s{step}/{i}" for i in range(20)]
+        policy.submit(start, [TrajSpec(name, "g", 100, 600) for name in names])
+        found = ages_after(policy, start, 1_000_000 * (step + 1), 10)
+        assert found == pytest.approx([30.0 * n for n in range(10)])  # one report behind
+        for name in names:
+            policy.finished(start + 20, name, "error")
+
+
+def test_a_report_that_is_late_says_how_far_they_were_when_it_was_made():
+    policy = Survival()
+    policy.bind(engines(1, kv=4000))
+    policy.submit(0.0, trajectories(4))
+    assert ages_after(policy, 0.0, 0, 10, delay=0.5)[1:] == pytest.approx(
+        [30 * (n - 0.5) for n in range(2, 11)], abs=15
+    )
+
+
+def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
+    policy = SurvivalYield(share=0.4)
+    policy.bind(engines(1, kv=12_800, max_seqs=3))
+    policy.submit(0.0, trajectories(6))
+    running = list(policy.desks["e0"].residents)
+    assert running == ["t0", "t1", "t2"]
+    for traj, sampled in (("t0", 100), ("t1", 200), ("t2", 150)):
+        policy.turn_done(1.0, traj, sampled)
+    (stays,) = policy.tool_done(2.0, "t0", 19)
+    assert stays == Start("t0", "e0", True)  # 119 of 300: below the share
+    for far, head in (("t1", "t3"), ("t2", "t4")):
+        hold, start = policy.tool_done(3.0, far, 10)
+        assert (hold.traj, start) == (far, Start(head, "e0", False))
+    assert list(policy.queue) == ["t5", "t2", "t1"]
+    assert list(started(policy.finished(4.0, "t0", "success"))) == ["t5"]
+    assert list(started(policy.finished(5.0, "t5", "success"))) == ["t2"]
+    assert policy.seats["t2"].context == 100 + 150 + 10
+
+
 def test_survival_starts_more_than_the_worst_case_and_fewer_than_all():
     lengths = np.random.default_rng(2).integers(10, 301, 1000)
     prior = KaplanMeier(lengths, bin_tokens=16)
@@ -305,6 +514,19 @@ def test_survival_starts_more_than_the_worst_case_and_fewer_than_all():
     policy.bind(engines(1, kv=16_000), prior)
     found = len(started(policy.submit(0.0, trajectories(200, prompt=10, most=300))))
     assert 16_000 // 320 * 2 < found < 200
+
+
+@pytest.mark.parametrize("most", [20, 100, 255, 500, 8191])
+def test_without_a_curve_survival_plans_for_the_worst_case_however_short_budgets_are(most):
+    kv = 50 * (10 + most + 1)
+    policies = [Survival(z=2.0), Survival(z=2.0), Reserve()]
+    counts = []
+    for policy, prior in zip(policies, (None, KaplanMeier(), None), strict=True):
+        policy.bind(engines(1, kv=kv, block=1), prior)
+        found = started(policy.submit(0.0, trajectories(200, prompt=10, most=most)))
+        counts.append(len(found))
+    assert counts[2] == 50
+    assert counts[:2] == pytest.approx([50, 50], rel=0.05)
 
 
 def test_a_turn_moves_only_with_an_empty_queue_and_a_real_gap():
@@ -321,3 +543,64 @@ def test_a_turn_moves_only_with_an_empty_queue_and_a_real_gap():
     policy.turn_done(3.0, crowd[1], 10)
     (start,) = policy.tool_done(3.5, crowd[1], 5)  # 3 against 1: below the gap
     assert (start.engine, start.expect_hit) == ("e0", True)
+
+
+# -- speed
+
+
+def decisions(policy, events: int) -> list[float]:
+    """Processor seconds of each event: 64 engines, 16,384 trajectories, turns, tools, cancels."""
+    rng = np.random.default_rng(4)
+    prior = KaplanMeier(rng.integers(500, 8193, 4000))
+    names = [f"e{i}" for i in range(64)]
+    policy.bind([EngineSpec(name, 400_000) for name in names], prior)
+    seconds, left, sampled, now = [], {}, 0, 0.0
+    running: list[str] = []
+    calling: list[str] = []
+
+    def tell(event: str, *arguments) -> None:
+        began = time.thread_time()
+        actions = getattr(policy, event)(now, *arguments)
+        seconds.append(time.thread_time() - began)
+        running.extend(a.traj for a in actions if isinstance(a, Start))
+
+    def take(pool: list[str]) -> str:
+        place = rng.integers(len(pool))
+        pool[place], pool[-1] = pool[-1], pool[place]
+        return pool.pop()
+
+    tell("submit", [TrajSpec(f"t{i}", f"g{i // 32}", 300, 8192) for i in range(16_384)])
+    while len(seconds) < events:
+        now += 0.005
+        if len(seconds) % 1000 < 65:
+            for name in names:
+                rows = len(policy.desks[name].residents)
+                tell("engine_stats", EngineStats(name, now, 0.7, None, rows, 0, 0, sampled))
+            tell("tick")
+        elif policy.queue and rng.random() < 0.1:
+            tell("finished", next(reversed(policy.queue)), "cancel")
+        elif calling and rng.random() < 0.5:
+            tell("tool_done", take(calling), 100)
+        elif running:
+            traj = take(running)
+            new = int(min(left.setdefault(traj, 8192), rng.integers(1, 4000)))
+            left[traj] -= new + 100
+            sampled += new
+            tell("turn_done", traj, new, 0)
+            if left[traj] > 0:
+                calling.append(traj)
+            else:
+                tell("finished", traj, "success")
+    return seconds
+
+
+QUICK = ("least", "reserve", "survival_yield")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in scheduler.POLICIES],
+)
+def test_of_a_hundred_decisions_ninety_nine_take_less_than_a_millisecond(name):
+    seconds = decisions(scheduler.make_policy(name), 4000)
+    assert np.percentile(seconds, 99) < 1e-3

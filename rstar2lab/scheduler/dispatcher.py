@@ -68,6 +68,13 @@ class _Aborted(EngineError):
     """The trajectory was aborted while it waited for its start."""
 
 
+def _refuse(gate: asyncio.Future, error: EngineError) -> None:
+    """Whoever waits gets the error. That nobody waits is no error."""
+    if not gate.done():
+        gate.set_exception(error)
+        gate.exception()
+
+
 def _nothing() -> Completion:
     empty = np.zeros(0, np.float32)
     return Completion(np.zeros(0, np.int32), empty, empty, "abort", 0, 0)
@@ -241,8 +248,7 @@ class Dispatcher:
     def _fail_all(self, error: EngineError) -> None:
         """Whoever waits for a start gets the error."""
         for trip in self._trips.values():
-            if not trip.gate.done():
-                trip.gate.set_exception(error)
+            _refuse(trip.gate, error)
 
     # Turns
 
@@ -337,8 +343,7 @@ class Dispatcher:
         row = Event(self._now(), "finish", trip.spec.id, tokens=tokens, reason=reason)
         self.events.append(row)
         self.counts[reason] += 1
-        if not trip.gate.done():
-            trip.gate.set_exception(_Aborted(f"{trip.spec.id!r} was aborted"))
+        _refuse(trip.gate, _Aborted(f"{trip.spec.id!r} was aborted"))
         if not self._trips and self._ticker is not None:
             self._ticker.cancel()
         await self._forget(trip.home, trip.spec.id)
@@ -380,8 +385,7 @@ class Dispatcher:
                 trip.tool_gate.set_result(None)
             trip.tool_gate = None
         elif isinstance(action, Cancel):
-            if not trip.gate.done():
-                trip.gate.set_exception(EngineError(action.reason))
+            _refuse(trip.gate, EngineError(action.reason))
         elif isinstance(action, Hold) and trip.gate.done():
             trip.tool_gate = asyncio.get_running_loop().create_future()
 

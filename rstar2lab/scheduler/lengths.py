@@ -11,26 +11,33 @@ import numpy as np
 
 
 class LengthPrior(Protocol):
-    """What a policy may know of lengths before they are seen."""
+    """What a policy may know of lengths before they are seen, in bins of `bin_tokens`."""
+
+    bin_tokens: int
 
     def survival(self, age, horizon, cls: int = 0) -> np.ndarray:
         """P(length > age + horizon | length > age), ages and horizons broadcast."""
         ...
 
     def observe(self, total: int, group: str, censored: bool) -> None:
-        """A trajectory has ended at `total` response tokens."""
+        """A trajectory has ended at `total` response tokens. censored: cut, cancelled, failed."""
         ...
+
+
+def bin_width(longest: int) -> int:
+    """Tokens of a bin for responses of at most `longest`: a 32nd, never above 256."""
+    return max(1, min(256, longest // 32))
 
 
 class KaplanMeier:
     """The survival curve in bins of `bin_tokens`, S(bin) = Π (1 - ended / at risk).
 
     What is beyond the longest observation, or was never observed, survives for certain: without
-    data a policy plans for the worst. `observe` refines the curve; `version` counts its changes.
+    data a policy plans for the worst. `observe` refines the curve.
     """
 
     def __init__(self, lengths: Iterable[int] = (), censored: Iterable[bool] = (), bin_tokens=256):
-        self.bin_tokens, self.version = bin_tokens, 0
+        self.bin_tokens = bin_tokens
         self._ended, self._cut = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._curve: np.ndarray | None = None
         lengths = np.asarray(list(lengths), np.int64)
@@ -50,7 +57,6 @@ class KaplanMeier:
             self._ended, self._cut = (np.pad(x, (0, more)) for x in (self._ended, self._cut))
         (self._cut if censored else self._ended)[place] += 1
         self._curve = None
-        self.version += 1
 
     def curve(self, bins: int) -> np.ndarray:
         """S at the start of bins 0 … bins - 1; S[0] = 1."""

@@ -6,7 +6,7 @@ its worst case until it ends. They differ in what they admit, and where. What `r
 others fill further; the ledger bounds the real use of every one of them.
 """
 
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,17 +30,19 @@ class Seat:
 
 @dataclass(slots=True)
 class Desk:
-    """What a policy knows of one engine. residents: started and unfinished, by id."""
+    """What a policy knows of one engine. residents: started and unfinished, by id.
+
+    capacity: KV tokens in whole blocks.
+    """
 
     spec: EngineSpec
+    capacity: int = field(init=False)
     residents: dict[str, Seat] = field(default_factory=dict)
     reserved_blocks: int = 0
     stats: EngineStats | None = None
 
-    @property
-    def capacity(self) -> int:
-        """KV tokens in whole blocks."""
-        return self.spec.kv_tokens // self.spec.block * self.spec.block
+    def __post_init__(self):
+        self.capacity = self.spec.kv_tokens // self.spec.block * self.spec.block
 
     @property
     def reserved(self) -> int:
@@ -49,9 +51,9 @@ class Desk:
 
     def could_hold(self, traj: TrajSpec) -> bool:
         """Whether the trajectory fits when it is alone."""
+        block = self.spec.block
         total = traj.prompt_tokens + traj.max_tokens
-        fits = traj.blocks(self.spec.block) <= self.spec.kv_tokens // self.spec.block
-        return fits and total <= self.spec.max_len
+        return traj.blocks(block) * block <= self.capacity and total <= self.spec.max_len
 
 
 class Policy:
@@ -68,7 +70,7 @@ class Policy:
     ) -> None:
         """Take over the engines. prior: lengths known from earlier steps, if a policy asks."""
         self.desks = {spec.id: Desk(spec) for spec in engines}
-        self.queue: deque[Seat] = deque()
+        self.queue: OrderedDict[str, Seat] = OrderedDict()  # by id, so that one leaves at no cost
         self.seats: dict[str, Seat] = {}
         self.prior, self.rng = prior, np.random.default_rng(seed)
         self.submitted = 0
@@ -76,22 +78,25 @@ class Policy:
     # Events
 
     def submit(self, now: float, trajs: Sequence[TrajSpec]) -> list[Action]:
-        """New trajectories arrive together. One that fits on no engine is refused."""
+        """New trajectories arrive together. One that fits on no engine is refused.
+
+        Raises: ValueError, before anything is queued, if two that are unfinished share an id.
+        """
+        for traj, count in Counter(traj.id for traj in trajs).items():
+            if count > 1 or traj in self.seats:
+                raise ValueError(f"trajectory {traj!r} was submitted twice; give it its own id")
         actions: list[Action] = []
         fresh = []
         for traj in trajs:
-            if traj.id in self.seats:
-                raise ValueError(f"trajectory {traj.id!r} was submitted twice; give it its own id")
             seat = Seat(traj, self.submitted, traj.prompt_tokens)
             self.submitted += 1
             refusal = self._refusal(traj)
             if refusal:
                 actions.append(Cancel(traj.id, refusal))
                 continue
-            self.seats[traj.id] = seat
+            self.seats[traj.id] = self.queue[traj.id] = seat
             fresh.append(seat)
         self._arrange(fresh)
-        self.queue.extend(fresh)
         actions += self._admit(now)
         return actions + [Hold(s.spec.id, "no room yet") for s in fresh if s.engine is None]
 
@@ -118,15 +123,14 @@ class Policy:
     def finished(self, now: float, traj: str, reason: str) -> list[Action]:
         """The trajectory has ended: success, length, error or cancel; in any stage."""
         seat = self.seats.pop(traj)
-        if seat.engine is None and seat.stage == "queued":
-            self.queue.remove(seat)
+        self.queue.pop(traj, None)
         was_running = seat.stage == "running"
         seat.stage = "ended"
         engine = seat.engine
         self._leave(seat)
-        if self.prior is not None and reason in ("success", "length"):
-            total = seat.context - seat.spec.prompt_tokens
-            self.prior.observe(total, seat.spec.group, reason == "length")
+        total = seat.context - seat.spec.prompt_tokens
+        if self.prior is not None and total:
+            self.prior.observe(total, seat.spec.group, reason != "success")
         after = self._after_leaving(now, engine) if was_running and engine else []
         return after + self._admit(now)
 
@@ -145,6 +149,8 @@ class Policy:
 
     def engine_down(self, now: float, engine: str) -> list[Action]:
         """An engine is lost. Running turns start again elsewhere; tools go on."""
+        if engine not in self.desks:
+            raise ValueError(f"engine {engine!r} is not up; expected one of {list(self.desks)}")
         desk = self.desks.pop(engine)
         orphans = sorted(desk.residents.values(), key=lambda seat: seat.order)
         running = [seat for seat in orphans if seat.stage == "running"]
@@ -198,15 +204,17 @@ class Policy:
         best = max(desks, key=lambda desk: desk.capacity)
         return (
             f"trajectory {traj.id!r} may need {traj.prompt_tokens} prompt + {traj.max_tokens} "
-            f"response tokens, but the largest engine holds {best.capacity} and "
-            f"{best.spec.max_len} per sequence; lower max_tokens or raise the engine's kv_tokens"
+            f"response tokens + 1 ahead, in blocks of {best.spec.block}, but the largest engine "
+            f"holds {best.capacity}, and {best.spec.max_len} per sequence; lower max_tokens or "
+            "raise the engine's kv_tokens or max_len"
         )
 
     def _requeue(self, now: float, seats: list[Seat]) -> list[Action]:
         """To the front of the queue, in their order."""
         for seat in reversed(seats):
             seat.stage = "queued"
-            self.queue.appendleft(seat)
+            self.queue[seat.spec.id] = seat
+            self.queue.move_to_end(seat.spec.id, last=False)
         actions = self._admit(now)
         left = [s for s in seats if s.engine is None and s.spec.id in self.seats]
         return actions + [Hold(seat.spec.id, "its engine was lost") for seat in left]
@@ -218,19 +226,22 @@ class Policy:
         """
         actions: list[Action] = []
         while self.queue and self.desks:
-            refusal = self._refusal(self.queue[0].spec)
+            seat = self._head()
+            refusal = self._refusal(seat.spec)
             if refusal:
-                seat = self.queue.popleft()
-                del self.seats[seat.spec.id]
+                del self.queue[seat.spec.id], self.seats[seat.spec.id]
                 actions.append(Cancel(seat.spec.id, refusal))
                 continue
-            engine = self._choose(now, self.queue[0])
+            engine = self._choose(now, seat)
             if engine is None:
                 break
-            seat = self.queue.popleft()
+            del self.queue[seat.spec.id]
             self._enter(seat, engine)
             actions.append(self._start(now, seat, False))
         return actions
+
+    def _head(self) -> Seat:
+        return next(iter(self.queue.values()))
 
     def _start(self, now: float, seat: Seat, expect_hit: bool) -> Start:
         seat.stage, seat.since = "running", now
@@ -250,13 +261,18 @@ class Policy:
             desk.reserved_blocks -= seat.spec.blocks(desk.spec.block)
         seat.engine = None
 
-    def _fewest(self, seat: Seat, count: int = 1) -> list[Desk]:
-        """Desks with the fewest residents that could hold the trajectory, ties at random.
+    def _able(self, seat: Seat) -> list[Desk]:
+        """Desks that could hold the trajectory."""
+        return [desk for desk in self.desks.values() if desk.could_hold(seat.spec)]
+
+    def _fewest(self, desks: list[Desk], count: int = 1) -> list[Desk]:
+        """The desks with the fewest residents for their KV, ties at random.
 
         Index order would send the mates of a group to the same engine again and again.
         """
-        desks = [desk for desk in self.desks.values() if desk.could_hold(seat.spec)]
-        keys = np.array([len(desk.residents) for desk in desks]) + self.rng.random(len(desks))
+        residents = np.array([len(desk.residents) for desk in desks])
+        sizes = np.array([desk.capacity for desk in desks])
+        keys = (residents + self.rng.random(len(desks))) / sizes
         if count >= len(desks):
             return [desks[i] for i in keys.argsort()]
         best = keys.argpartition(count - 1)[:count]
@@ -266,9 +282,10 @@ class Policy:
 class Static(Policy):
     """Everything starts at once, on an engine given by its place in the batch; no admission.
 
-    contiguous: engine ⌊i·n / N⌋, whole groups side by side; else i mod n. barrier: the tool calls
-    of an engine start when its last running turn has ended, as in the paper's baseline (verl 0.2);
-    there the next turns wait for the slowest tool as well, here they do not.
+    contiguous: engine ⌊i·n / N⌋ of the N that arrive together, whole groups side by side; else
+    i mod n, where i goes on from arrival to arrival. barrier: the tool calls of an engine start
+    when its last running turn has ended, as in the paper's baseline (verl 0.2); there the next
+    turns wait for the slowest tool as well, here they do not.
     """
 
     def __init__(self, contiguous: bool = True, barrier: bool = False):
@@ -284,14 +301,14 @@ class Static(Policy):
         names = list(self.desks)
         for i, seat in enumerate(fresh):
             if names:
-                place = i * len(names) // len(fresh) if self._contiguous else i % len(names)
-                self._assigned[seat.spec.id] = names[place]
+                place = i * len(names) // len(fresh) if self._contiguous else seat.order
+                self._assigned[seat.spec.id] = names[place % len(names)]
 
     def _choose(self, now, seat):
         engine = self._assigned.pop(seat.spec.id, None)
         if engine in self.desks and self.desks[engine].could_hold(seat.spec):
             return engine
-        return self._fewest(seat)[0].spec.id
+        return self._fewest(self._able(seat))[0].spec.id
 
     def _start(self, now, seat, expect_hit):
         self._running[seat.engine] = self._running.get(seat.engine, 0) + 1
@@ -336,9 +353,9 @@ class RoundRobin(Policy):
         self._turn = 0
 
     def _choose(self, now, seat):
-        names = [name for name, desk in self.desks.items() if desk.could_hold(seat.spec)]
+        desks = self._able(seat)
         self._turn += 1
-        return names[self._turn % len(names)]
+        return desks[self._turn % len(desks)].spec.id
 
     def _next_engine(self, now, seat):
         return self._choose(now, seat)
@@ -348,7 +365,7 @@ class Least(Policy):
     """Fewest residents at the first turn, ties at random, then sticky; no admission (verl)."""
 
     def _choose(self, now, seat):
-        return self._fewest(seat)[0].spec.id
+        return self._fewest(self._able(seat))[0].spec.id
 
 
 class Gauge(Policy):
@@ -378,7 +395,7 @@ class Gauge(Policy):
         return reported + self._fresh.get(desk.spec.id, 0)
 
     def _choose(self, now, seat):
-        desks = [desk for desk in self.desks.values() if desk.could_hold(seat.spec)]
+        desks = self._able(seat)
         used = np.array([self._used(desk) / desk.capacity for desk in desks])
         desk = desks[int((used + 1e-9 * self.rng.random(len(used))).argmin())]
         is_free = self._used(desk) + seat.context <= self._high * desk.capacity
@@ -402,7 +419,7 @@ class Reserve(Policy):
         self._commit = commit
 
     def _choose(self, now, seat):
-        desks = [desk for desk in self.desks.values() if desk.could_hold(seat.spec)]
+        desks = self._able(seat)
         room = np.array([desk.capacity / self._commit - desk.reserved for desk in desks])
         desk = desks[int((room + 1e-3 * self.rng.random(len(room))).argmax())]
         need = seat.spec.blocks(desk.spec.block) * desk.spec.block
@@ -454,7 +471,5 @@ class Aimd(Policy):
         self._ended.pop(desk.spec.id, None)
 
     def _choose(self, now, seat):
-        desk = self._fewest(seat)[0]
-        has_room = len(desk.residents) + 1 <= self._limit_of(desk, seat)
-        return desk.spec.id if has_room or not desk.residents else None
-
+        desks = [d for d in self._able(seat) if len(d.residents) + 1 <= self._limit_of(d, seat)]
+        return self._fewest(desks)[0].spec.id if desks else None

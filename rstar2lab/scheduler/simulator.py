@@ -13,7 +13,7 @@ from typing import Literal
 
 from .cost import CostModel, lower_bound
 from .events import Action, Cancel, Event, Hold, Resume, Start
-from .lengths import KaplanMeier
+from .lengths import KaplanMeier, bin_width
 from .policies import Policy
 from .simulated import EnginePool, Request, SimulatedEngine
 from .workload import TrajectoryTrace, Workload
@@ -315,12 +315,11 @@ class Simulation:
 def earlier_curve(workload: Workload) -> KaplanMeier:
     """The survival curve of the lengths before this step; those at the largest budget were cut.
 
-    In 32 bins, or bins of 256 tokens if those are narrower.
+    In bins of `bin_width`.
     """
     cap = max((t.max_tokens for t in workload.trajectories), default=0)
     lengths = workload.earlier_lengths
-    bins = max(1, min(256, cap // 32))
-    return KaplanMeier(lengths, [length >= cap for length in lengths], bins)
+    return KaplanMeier(lengths, [length >= cap for length in lengths], bin_width(cap))
 
 
 def simulate(

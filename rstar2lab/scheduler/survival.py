@@ -5,10 +5,12 @@ Here a trajectory starts if the expected KV of all residents, plus a margin, sta
 capacity at every moment ahead. Needed: how far each resident has come, from stale reports.
 """
 
+from itertools import takewhile
+
 import numpy as np
 
 from .events import Hold
-from .lengths import KaplanMeier
+from .lengths import KaplanMeier, bin_width
 from .policies import Desk, Policy
 
 _SLOTS = 64  # residents for which a desk has room at first; it grows
@@ -18,30 +20,32 @@ class Ages:
     """Where the residents of one engine are: arrays with a slot each, and the engine's progress.
 
     progress: tokens that a row has sampled since the start, were it always running; between
-    reports it grows at the last known rate.
+    reports it grows at the last known rate. An engine's counter goes on while no row of ours runs
+    (an earlier step, another policy): the first report after such a pause only says where it is.
     """
 
-    def __init__(self, gen_tokens: int):
+    def __init__(self):
         self.slots: dict[str, int] = {}
         self._free: list[int] = []
         self.prompt_R, self.base_R, self.mark_R, self.running_R = (np.zeros(_SLOTS) for _ in "1234")
-        self.progress, self.rate, self.tokens = 0.0, 0.0, gen_tokens
-        self.reported: float | None = None
+        self.progress, self.rate = 0.0, 0.0
+        self.tokens: int | None = None  # the counter at the last report
+        self.reported = 0.0
 
     def now_at(self, now: float) -> float:
-        """Progress at `now`. The first question starts the clock."""
-        if self.reported is None:
-            self.reported = now
+        """Progress at `now`."""
         return self.progress + self.rate * (now - self.reported)
 
-    def report(self, now: float, gen_tokens: int, running: int) -> None:
-        """Tokens sampled since the last report, shared by the rows that run."""
-        passed = 0.0 if self.reported is None else now - self.reported
+    def report(self, then: float, gen_tokens: int, running: int) -> None:
+        """Tokens sampled from the last report to `then`, shared by the rows that run."""
+        passed = then - self.reported
         if passed <= 0:
             return
-        gained = (gen_tokens - self.tokens) / max(running, 1)
+        gained = 0.0
+        if self.tokens is not None and running:
+            gained = (gen_tokens - self.tokens) / running
         self.progress, self.rate = self.progress + gained, gained / passed
-        self.reported, self.tokens = now, gen_tokens
+        self.reported, self.tokens = then, gen_tokens
 
     def join(self, traj: str, prompt: int) -> None:
         if not self._free:
@@ -61,6 +65,8 @@ class Ages:
 
     def known(self, traj: str, age: int, is_running: bool, now: float) -> None:
         """The response has `age` tokens at `now`."""
+        if is_running and not self.running_R.any():
+            self.rate, self.reported, self.tokens = 0.0, now, None
         slot = self.slots[traj]
         self.base_R[slot], self.running_R[slot] = age, is_running
         self.mark_R[slot] = self.now_at(now)
@@ -83,6 +89,8 @@ class Outlook:
         self.bin = curve.bin_tokens
         bins = longest // self.bin + 1
         self.horizons_H = np.arange(bins) * float(self.bin)
+        if longest % self.bin:  # bins that end short of the budget would hide the worst case
+            self.horizons_H = np.append(self.horizons_H, longest)
         ages_B = np.arange(bins)[:, None] * self.bin
         self.alive_BH = curve.survival(ages_B, self.horizons_H[None].astype(int))
         self.alive_BH[ages_B + self.horizons_H[None] > longest] = 0.0
@@ -123,7 +131,7 @@ class Survival(Policy):
         self._z = z
 
     def bind(self, engines, prior=None, seed=0) -> None:
-        super().bind(engines, KaplanMeier() if prior is None else prior, seed)
+        super().bind(engines, prior, seed)
         self._ages: dict[str, Ages] = {}
         self._outlook: Outlook | None = None
         self._longest = 0
@@ -132,14 +140,16 @@ class Survival(Policy):
         """The curve is renewed between steps only: during one, the short ones end first."""
         longest = max((seat.spec.max_tokens for seat in fresh), default=0)
         is_new_step = len(self.seats) == len(fresh)
-        if is_new_step or longest > self._longest:
+        if self.prior is None and fresh:
+            self.prior = KaplanMeier(bin_tokens=bin_width(longest))
+        if fresh and (is_new_step or longest > self._longest):
             self._longest = longest if is_new_step else max(longest, self._longest)
             self._outlook = Outlook(self.prior, self._longest)
 
     def engine_stats(self, now, stats):
         super().engine_stats(now, stats)
         if stats.id in self._ages:
-            self._ages[stats.id].report(now, stats.gen_tokens, stats.running)
+            self._ages[stats.id].report(stats.t, stats.gen_tokens, stats.running)
         return []
 
     def _lost(self, desk):
@@ -147,11 +157,9 @@ class Survival(Policy):
 
     def _enter(self, seat, engine):
         super()._enter(seat, engine)
-        ages = self._ages.get(engine)
-        if ages is None:
-            stats = self.desks[engine].stats
-            ages = self._ages[engine] = Ages(stats.gen_tokens if stats else 0)
-        ages.join(seat.spec.id, seat.spec.prompt_tokens)
+        if engine not in self._ages:
+            self._ages[engine] = Ages()
+        self._ages[engine].join(seat.spec.id, seat.spec.prompt_tokens)
 
     def _leave(self, seat):
         if seat.engine in self._ages:
@@ -171,15 +179,17 @@ class Survival(Policy):
         self._ages[seat.engine].known(seat.spec.id, age, is_running, now)
 
     def _choose(self, now, seat):
-        for desk in self._fewest(seat, 2):
+        for desk in self._fewest(self._with_seats(seat), 2):
             if not desk.residents or self._has_room(now, desk, seat):
                 return desk.spec.id
         return None
 
+    def _with_seats(self, seat) -> list[Desk]:
+        """Desks that could hold it and run one more. A full one must not hide the others."""
+        return [desk for desk in self._able(seat) if len(desk.residents) < desk.spec.max_seqs]
+
     def _has_room(self, now: float, desk: Desk, seat) -> bool:
-        """Whether the engine's residents and the new one fit at every moment ahead."""
-        if len(desk.residents) >= desk.spec.max_seqs:
-            return False
+        """Whether the KV of the engine's residents and the new one fits at every moment ahead."""
         capacity = desk.capacity - desk.spec.block * (len(desk.residents) + 1) / 2  # half a block
         worst = seat.spec.blocks(desk.spec.block) * desk.spec.block
         if desk.reserved + worst <= capacity:
@@ -202,11 +212,14 @@ class SurvivalMove(Survival):
         self._gap = gap
 
     def _next_engine(self, now, seat):
-        own = len(self.desks[seat.engine].residents)
-        if self.queue or own < self._gap:
+        own = self.desks[seat.engine]
+        if self.queue or len(own.residents) < self._gap:
             return seat.engine
-        other = self._fewest(seat)[0]
-        return other.spec.id if own - len(other.residents) >= self._gap else seat.engine
+        for other in self._fewest(self._with_seats(seat)):
+            others = len(other.residents) * own.capacity / other.capacity
+            if len(own.residents) - others >= self._gap:
+                return other.spec.id
+        return seat.engine
 
 
 class SurvivalYield(SurvivalMove):
@@ -226,13 +239,14 @@ class SurvivalYield(SurvivalMove):
         seat, engine = self.seats[traj], self.seats[traj].engine
         if not self._is_far(seat, tool_tokens) or not self._queue_starts(engine):
             return super().tool_done(now, traj, tool_tokens)
+        head = self._head()
         self._leave(seat)
-        if not self._has_room(now, self.desks[engine], self.queue[0]):
+        if not self._has_room(now, self.desks[engine], head):
             self._enter(seat, engine)
             return super().tool_done(now, traj, tool_tokens)
         seat.context += tool_tokens
         seat.stage = "queued"
-        head = self.queue.popleft()
+        del self.queue[head.spec.id]
         self._enter(head, engine)
         self._line_up(seat)
         hold = Hold(traj, "makes way for one that has not started")
@@ -246,13 +260,14 @@ class SurvivalYield(SurvivalMove):
         """Whether the head of the queue is unstarted and could go to the engine."""
         if engine is None or not self.queue:
             return False
-        head = self.queue[0]
+        head = self._head()
         is_fresh = head.context == head.spec.prompt_tokens
         return is_fresh and self.desks[engine].could_hold(head.spec)
 
     def _line_up(self, seat) -> None:
         """Behind all who are younger; those that are submitted later line up behind it."""
-        place = len(self.queue)
-        while place and self.queue[place - 1].context > seat.context:
-            place -= 1
-        self.queue.insert(place, seat)
+        queued = reversed(self.queue.values())
+        older = list(takewhile(lambda other: other.context > seat.context, queued))
+        self.queue[seat.spec.id] = seat
+        for other in reversed(older):
+            self.queue.move_to_end(other.spec.id)
