@@ -461,6 +461,9 @@ def test_trajectories_that_were_given_up_count_as_longer():
     for name, length in zip(names, lengths, strict=True):
         policy.turn_done(1.0, name, min(int(length), 500))
         policy.finished(1.0, name, "success" if length < 500 else "cancel")
+    for number in range(50):  # these say nothing
+        policy.submit(2.0, [TrajSpec(f"u{number}", "g", 10, 1000)])
+        policy.finished(2.0, f"u{number}", "cancel")
     assert policy.prior.survival(0, 500) == pytest.approx(0.5)
     assert policy.prior.survival(0, 900) == pytest.approx(0.5), "nobody was seen to end later"
 
@@ -534,7 +537,7 @@ def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
     policy.submit(0.0, trajectories(6))
     running = list(policy.desks["e0"].residents)
     assert running == ["t0", "t1", "t2"]
-    for traj, sampled in (("t0", 100), ("t1", 200), ("t2", 150)):
+    for traj, sampled in (("t0", 100), ("t1", 200), ("t2", 115)):
         policy.turn_done(1.0, traj, sampled)
     (stays,) = policy.tool_done(2.0, "t0", 19)
     assert stays == Start("t0", "e0", True)  # 119 of 300: below the share
@@ -544,7 +547,7 @@ def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
     assert list(policy.queue) == ["t5", "t2", "t1"]
     assert list(started(policy.finished(4.0, "t0", "success"))) == ["t5"]
     assert list(started(policy.finished(5.0, "t5", "success"))) == ["t2"]
-    assert policy.seats["t2"].context == 100 + 150 + 10
+    assert policy.seats["t2"].context == 100 + 115 + 10
 
 
 def test_nobody_makes_way_for_one_that_does_not_fit():
@@ -617,6 +620,16 @@ def test_an_engine_with_a_tenth_of_the_memory_is_full_with_a_tenth_of_the_reside
     assert started(policy.submit(0.0, [TrajSpec("mover", "g", 100, 300)])) == {"mover": "large"}
     policy.turn_done(1.0, "mover", 10)
     assert policy.tool_done(2.0, "mover", 5) == [Start("mover", "large", True)]  # 8 against 10 · 1
+
+
+def test_a_move_to_a_larger_engine_needs_no_more_room_per_token():
+    policy = SurvivalMove(gap=6)
+    policy.bind([EngineSpec("small", 1600)])
+    policy.submit(0.0, trajectories(7, prompt=10, most=90))
+    policy.engine_up(0.0, EngineSpec("large", 16_000))
+    policy.submit(0.0, [TrajSpec(f"l{i}", "g", 100, 1500) for i in range(5)])
+    policy.turn_done(1.0, "t0", 10)
+    assert policy.tool_done(2.0, "t0", 5) == [Start("t0", "large", False)]  # 7 against 5 / 10
 
 
 # -- speed
