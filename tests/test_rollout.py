@@ -13,6 +13,7 @@ from tiny import SlowFirst
 
 from rstar2lab import config, protocol, rewards, roc, trainer, verifier
 from rstar2lab import rollout as rollouts
+from rstar2lab.engines import EngineLost
 from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.protocol import render_call
 from rstar2lab.rollout import Actors, RolloutSettings
@@ -541,6 +542,66 @@ def test_groups_come_back_in_the_order_of_the_problems(tokens):
     assert len(seen) == 6 and all(t.reward == 0.0 for t in seen)
 
 
+class FirstIsSlow:
+    """A code environment in which the programs of `p0` take until the other groups have ended."""
+
+    def __init__(self):
+        self.gate, self.cancelled = asyncio.Event(), 0
+
+    async def arun(self, code, stdin=""):
+        try:
+            if "slow" in code:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return await SlowFirst().arun(code, stdin)
+
+
+def with_a_slow_first(tokens):
+    problems = [Problem(f"p{i}", f"{i} * 1?", "42") for i in range(3)]
+    first = GOOD.replace("print(42)", "print(42)  # slow")
+    engine = ScriptedEngine(
+        lambda rid: [tokens.encode(first if "/p0/" in rid else GOOD), tokens.encode(ANSWER)]
+    )
+    environment = FirstIsSlow()
+    return problems, Actors(engine, environment, tokens, CHAT), environment
+
+
+def test_groups_are_handed_on_scored_when_they_are_complete(tokens):
+    problems, actors, environment = with_a_slow_first(tokens)
+
+    async def listen():
+        places = []
+        async for place, group in rollouts.stream_groups(problems, 2, actors, LIMITS):
+            places.append(place)
+            assert group.problem == problems[place]
+            assert [t.sample for t in group.trajectories] == [0, 1]
+            assert all(t.reward is not None for t in group.trajectories)
+            if len(places) == 2:
+                environment.gate.set()
+        return places
+
+    places = asyncio.run(listen())
+    assert sorted(places) == [0, 1, 2] and places[-1] == 0
+
+
+def test_who_stops_listening_ends_what_still_runs(tokens):
+    problems, actors, environment = with_a_slow_first(tokens)
+
+    async def listen():
+        stream = rollouts.stream_groups(problems, 2, actors, LIMITS)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    assert environment.cancelled == 2
+    assert not actors.engine._turns  # every trajectory was given back to the engine
+
+
 def test_two_copies_of_one_problem_are_two_groups_with_their_own_samples(tokens):
     engine = ScriptedEngine(lambda rid: [tokens.encode(GOOD), tokens.encode(ANSWER)])
     actors = Actors(engine, SlowFirst(), tokens, CHAT)
@@ -579,11 +640,12 @@ def test_a_rollout_that_raises_leaves_nothing_behind_in_the_engine(tokens, envir
     assert engine.aborted == ("0/test/p1/3",)
 
 
-def test_an_engine_s_timeout_voids_one_rollout_and_the_others_go_on(tokens, environment):
+@pytest.mark.parametrize("failure", [TimeoutError, EngineLost])
+def test_an_engine_s_failure_voids_one_rollout_and_the_others_go_on(tokens, environment, failure):
     class Flaky(ScriptedEngine):
         async def generate(self, request_id, *arguments):
             if request_id.endswith("/1"):
-                raise TimeoutError("no answer in 600 s")
+                raise failure("no answer in 600 s")
             return await super().generate(request_id, *arguments)
 
     engine = Flaky(lambda rid: [tokens.encode(GOOD), tokens.encode(ANSWER)])
