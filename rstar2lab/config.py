@@ -44,7 +44,8 @@ class Model(_Section):
     rope_base: float = Field(200.0, gt=0, description="small, because the contexts are short")
     max_tokens: int = Field(512, gt=0, description="context: prompt and response together")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the learner's passes; weights and optimizer stay float32"
+        "float32",
+        description="of the learner's passes and of vLLM; weights and optimizer stay float32",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if any")
     gradient_checkpointing: bool = Field(
@@ -194,14 +195,24 @@ class Optimizer(_Section):
 
 
 class Engine(_Section):
-    """The inference engine."""
+    """The inference engine: ours in torch, which repeats a run bit by bit, or vLLM."""
 
-    kv_tokens: int = Field(65_536, gt=0, description="capacity of the KV cache")
+    kind: Literal["torch", "vllm"] = Field("torch", description="vllm is an extra; see the README")
+    kv_tokens: int = Field(
+        65_536, ge=0, description="capacity of the KV cache; 0: all of memory_fraction (vllm)"
+    )
+    max_sequences: int = Field(256, gt=0, description="requests in one decoding step")
     tool_steps: int = Field(
         8,
         ge=0,
-        description="decoding steps after which a tool result is delivered, ready or awaited",
+        description="decoding steps after which a tool result is delivered, ready or awaited"
+        " (torch; vllm takes it when it is there)",
     )
+    block_tokens: int = Field(32, gt=0, description="of a KV block (vllm); CPU: multiples of 32")
+    memory_fraction: float = Field(0.9, gt=0, le=1, description="of the device's memory (vllm)")
+    tensor_parallel: int = Field(1, gt=0, description="devices that share the model (vllm)")
+    threads: int = Field(0, ge=0, description="of a worker on a CPU (vllm); 0: torch's choice")
+    eager: bool = Field(False, description="no compilation (vllm): starts sooner, decodes slower")
 
 
 class SandboxLimits(_Section):
@@ -301,6 +312,11 @@ class Config(_Section):
             raise ValueError(
                 f"loss.overlong_buffer_tokens={self.loss.overlong_buffer_tokens} exceeds "
                 f"rollout.max_response_tokens={response}: every response would be punished"
+            )
+        if self.engine.kind == "torch" and not self.engine.kv_tokens:
+            raise ValueError(
+                "engine.kv_tokens=0 lets vLLM take what memory_fraction leaves; the torch engine "
+                "needs a number of tokens"
             )
         if self.rollout.prompts_per_step > self.problems.train:
             raise ValueError(

@@ -93,28 +93,15 @@ def _engine() -> tuple[Verdict, str]:
 
 def engine_gap(seed: int = 0) -> float:
     """Largest log-prob gap, torch engine against transformers, random weights, in nats."""
-    import numpy as np
-    import torch
-
     from . import config as cfg
-    from .engines import Sampling
+    from .engines.parity import logprob_gap
     from .engines.torch_engine import TorchEngine
     from .nano import model
     from .rollout import run_to_end
 
     net = model.build(cfg.Model(), 120, seed).eval()
-    prompt = np.random.default_rng(seed).integers(0, 120, 20).tolist()
-
-    async def sample():
-        engine = TorchEngine(net.config, net.state_dict(), kv_tokens=512, max_tokens=128)
-        return await engine.generate("doctor", prompt, Sampling(max_new_tokens=30, seed=seed))
-
-    completion = run_to_end(sample())
-    ids = torch.tensor([prompt + completion.token_ids.tolist()])
-    with torch.inference_mode():
-        logprobs = net(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    chosen = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return float(np.abs(chosen - completion.logprobs).max())
+    engine = TorchEngine(net.config, net.state_dict(), kv_tokens=1024, max_tokens=256)
+    return run_to_end(logprob_gap(engine, net, seed=seed))
 
 
 def vllm_check(model_path) -> Check:
@@ -123,9 +110,16 @@ def vllm_check(model_path) -> Check:
 
 
 def _vllm_parity(model_path) -> tuple[Verdict, str]:
-    from .engines.vllm_parity import logprob_gap
+    from .engines.parity import logprob_gap
+    from .engines.vllm import VllmEngine, VllmSettings
+    from .nano import model
+    from .rollout import run_to_end
 
-    gap, limit = logprob_gap(model_path), 1e-3
+    engine = VllmEngine(model_path, VllmSettings(max_tokens=256, kv_tokens=2048, eager=True))
+    try:
+        gap, limit = run_to_end(logprob_gap(engine, model.load(model_path).eval())), 1e-3
+    finally:
+        engine.close()
     text = f"vLLM against transformers: max |Δ log-prob| {gap:.1e} nats (limit {limit})"
     return "ok" if gap < limit else "FAIL", text
 

@@ -61,25 +61,36 @@ def trajectory_seed(seed_key: str, problem_id: str, sample: int) -> int:
 
 
 class _Tape:
-    """The growing response: ids, mask, log-probs and entropies, always of one length."""
+    """The growing response: ids, mask, log-probs and entropies, always of one length.
+
+    Entropies are None as soon as the engine gives none for a turn.
+    """
 
     def __init__(self):
         self.ids: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
-        self.entropies: list[float] = []
+        self._entropies: list[float] | None = []
+
+    @property
+    def entropies(self) -> np.ndarray | None:
+        return None if self._entropies is None else np.asarray(self._entropies, np.float32)
 
     def add_sampled(self, completion: Completion) -> None:
         self.ids += completion.token_ids.tolist()
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs.tolist()
-        self.entropies += completion.entropies.tolist()
+        if completion.entropies is None or self._entropies is None:
+            self._entropies = None
+        else:
+            self._entropies += completion.entropies.tolist()
 
     def add_tool(self, token_ids: list[int]) -> None:
         self.ids += token_ids
         self.mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
-        self.entropies += [0.0] * len(token_ids)
+        if self._entropies is not None:
+            self._entropies += [0.0] * len(token_ids)
 
 
 async def rollout(
@@ -135,7 +146,7 @@ async def rollout(
         response_ids=np.asarray(tape.ids, np.int32),
         loss_mask=np.asarray(tape.mask, bool),
         logprobs=np.asarray(tape.logprobs, np.float32),
-        entropies=np.asarray(tape.entropies, np.float32),
+        entropies=tape.entropies,
         turns=tuple(turns),
         stop=stop,
         reason=reason,

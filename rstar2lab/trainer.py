@@ -102,7 +102,10 @@ def credited(
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dict[str, float]:
-    """Rates over the given trajectories, void ones left out (they are counted as `voided`)."""
+    """Rates over the given trajectories, void ones left out (they are counted as `voided`).
+
+    `entropy` is over the trajectories for which the engine gave entropies; None if for none.
+    """
     scored = [t for t in trajectories if t.stop is not StopReason.VOID]
     correct = [t for t in scored if t.is_correct]
 
@@ -114,7 +117,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dic
         values = list(values)
         return float(np.mean(values)) if values else None
 
-    tokens = np.concatenate([t.entropies[t.loss_mask] for t in scored]) if scored else np.zeros(0)
+    entropies = [t.entropies[t.loss_mask] for t in scored if t.entropies is not None]
     found = {
         "train_accuracy": mean(t.is_correct for t in scored),
         "tool_error_rate": error_rate(scored),
@@ -126,7 +129,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], prefix: str = "") -> dic
         "calls_not_executed": sum(
             result is None for t in scored for turn in t.turns for _, result in turn.more_calls
         ),
-        "entropy": mean(tokens),
+        "entropy": mean(e for values in entropies for e in values),
     }
     return {prefix + key: value for key, value in found.items()}
 

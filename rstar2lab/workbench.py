@@ -12,7 +12,9 @@ import torch
 from . import config as cfg
 from . import evaluate, protocol, templates
 from . import rollout as rollouts
+from .engines import Engine
 from .engines.torch_engine import TorchEngine
+from .engines.vllm import VllmEngine, VllmSettings
 from .nano import model, tasks
 from .nano.tokenizer import FileTokenizer
 from .sandbox import Limits, Sandbox
@@ -30,14 +32,7 @@ class Workbench:
         self._tick = tick or (lambda part, done, total: None)
         self.net = model.load(model_path).to(_device(config.model.device))
         self.sandbox = code_environment(config.sandbox) if config.chat.tools else None
-        engine = TorchEngine(
-            self.net.config,
-            self.net.state_dict(),
-            kv_tokens=config.engine.kv_tokens,
-            max_tokens=config.model.max_tokens,
-            tool_steps=config.engine.tool_steps,
-            device=self.net.device,
-        )
+        engine = inference_engine(config, self.net, model_path)
         chat = _chat(config.chat, model_path)
         tokenizer = FileTokenizer(Path(model_path) / "tokenizer.json", chat.frame.stop_token)
         check = self.sandbox.check if isinstance(self.sandbox, SandboxClient) else None
@@ -106,6 +101,38 @@ class Workbench:
             self._tick(part, done, total)
 
         return on_done
+
+
+def inference_engine(config: cfg.Config, net, model_path: str | Path) -> Engine:
+    """The engine of `engine.kind`: with the weights of `net`, or those of the checkpoint.
+
+    Raises:
+        engines.EngineError: vLLM does not start.
+        extras.MissingExtra: vLLM is not installed.
+    """
+    settings, max_tokens = config.engine, config.model.max_tokens
+    if settings.kind == "torch":
+        return TorchEngine(
+            net.config,
+            net.state_dict(),
+            kv_tokens=settings.kv_tokens,
+            max_tokens=max_tokens,
+            max_sequences=settings.max_sequences,
+            tool_steps=settings.tool_steps,
+            device=net.device,
+        )
+    chosen = VllmSettings(
+        max_tokens=max_tokens,
+        kv_tokens=settings.kv_tokens,
+        max_sequences=settings.max_sequences,
+        block=settings.block_tokens,
+        dtype=config.model.dtype,
+        memory_fraction=settings.memory_fraction,
+        tensor_parallel=settings.tensor_parallel,
+        threads=settings.threads,
+        eager=settings.eager,
+    )
+    return VllmEngine(model_path, chosen)
 
 
 def _chat(settings: cfg.Chat, model_path: str | Path) -> protocol.ChatFormat:

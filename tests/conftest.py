@@ -10,8 +10,20 @@ from rstar2lab.nano import tokenizer
 from rstar2lab.sandbox import Sandbox
 from rstar2lab.types import Problem
 
+pytest.register_assert_rewrite("engine_contract")
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Steps are small: a second thread costs more than it gives."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,7 @@ def test_every_fault_is_told_at_once():
             {"rollout__max_response_tokens": 512},
             "max_response_tokens=512 leaves no room for the prompt",
         ),
+        ({"engine__kv_tokens": 0}, "the torch engine needs a number of tokens"),
         ({"problems__train": 4}, "prompts_per_step=8 exceeds problems.train=4"),
         ({"model__kv_heads": 2}, "model.heads=3 must be a multiple of model.kv_heads=2"),
         ({"model__head_width": 31}, "model.head_width=31 must be even"),

@@ -1,4 +1,4 @@
-"""The torch engine against transformers and against itself; the protocol for both engines."""
+"""The torch engine against itself; its contract, and that of the scripted and watched engines."""
 
 import asyncio
 import random
@@ -6,31 +6,25 @@ import random
 import numpy as np
 import pytest
 import torch
+from engine_contract import (
+    KV_TOKENS,
+    MAX_TOKENS,
+    VOCABULARY,
+    AnyEngine,
+    ModelEngine,
+    generate,
+    make_net,
+    one,
+    prompt,
+)
 from scipy.stats import chisquare
-from tiny import less_uniform
 
-from rstar2lab import config as cfg
 from rstar2lab.engines import EngineError, Sampling
 from rstar2lab.engines.scripted import ScriptedEngine
 from rstar2lab.engines.torch_engine import TorchEngine, draw, sampling_logprobs, uniforms
 from rstar2lab.engines.watched import WatchedEngine
-from rstar2lab.nano import model
 
-VOCABULARY = 40
-SETTINGS = cfg.Model(layers=2, width=48, heads=3, kv_heads=1, mlp_width=64, max_tokens=128)
-
-
-def make_net(seed: int, vocabulary: int = VOCABULARY):
-    return less_uniform(model.build(SETTINGS, vocabulary, seed).eval())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Steps are small: a second thread costs more than it gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -39,79 +33,8 @@ def net():
 
 
 def make_engine(net, **settings) -> TorchEngine:
-    settings = {"kv_tokens": 4096, "max_tokens": 128} | settings
+    settings = {"kv_tokens": 4096, "max_tokens": MAX_TOKENS} | settings
     return TorchEngine(net.config, net.state_dict(), **settings)
-
-
-def prompt(number: int, length: int = 12) -> list[int]:
-    return np.random.default_rng(number).integers(0, VOCABULARY, length).tolist()
-
-
-def generate(engine, requests):
-    """All (request id, tokens, sampling) at once; completions in order."""
-
-    async def main():
-        return await asyncio.gather(*(engine.generate(*request) for request in requests))
-
-    return asyncio.run(main())
-
-
-def one(engine, tokens, **sampling):
-    sampling = {"max_new_tokens": 20, "seed": 1, "entropies": True} | sampling
-    return generate(engine, [("r", tokens, Sampling(**sampling))])[0]
-
-
-@torch.no_grad()
-def reference(net, tokens, completion, temperature=1.0) -> torch.Tensor:
-    """Transformers' scaled logits [T_new, V] at the places where the completion was sampled."""
-    ids = torch.tensor([list(tokens) + completion.token_ids.tolist()])
-    return net(input_ids=ids).logits[0, len(tokens) - 1 : -1] / temperature
-
-
-# --- against transformers ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
-def test_logprobs_and_entropies_are_those_of_transformers(net, temperature):
-    tokens = prompt(1)
-    found = one(make_engine(net), tokens, temperature=temperature)
-    expected = reference(net, tokens, found, temperature).log_softmax(-1)
-    chosen = expected[range(20), found.token_ids.tolist()]
-    np.testing.assert_allclose(found.logprobs, chosen, atol=2e-5)
-    np.testing.assert_allclose(found.entropies, -(expected.exp() * expected).sum(-1), atol=2e-5)
-
-
-@pytest.mark.parametrize("top_p", [0.3, 0.9])
-def test_with_top_p_logprobs_are_of_the_truncated_distribution_and_entropies_of_the_full_one(
-    net, top_p
-):
-    tokens = prompt(2)
-    found = one(make_engine(net), tokens, temperature=0.9, top_p=top_p)
-    full = reference(net, tokens, found, 0.9).softmax(-1).double().numpy()
-    for probs, token, logprob in zip(full, found.token_ids, found.logprobs, strict=True):
-        order = np.argsort(-probs)
-        nucleus = order[: int(np.searchsorted(probs[order].cumsum(), top_p)) + 1]
-        assert token in nucleus
-        assert np.isclose(logprob, np.log(probs[token] / probs[nucleus].sum()), atol=2e-5)
-    np.testing.assert_allclose(found.entropies, -(full * np.log(full)).sum(-1), atol=2e-5)
-
-
-def test_rows_of_different_lengths_in_one_batch_are_each_right(net):
-    requests = [
-        (f"r{i}", prompt(i, length), Sampling(15, seed=i))
-        for i, length in enumerate((1, 3, 40, 17))
-    ]
-    for (_, tokens, _), found in zip(requests, generate(make_engine(net), requests), strict=True):
-        expected = reference(net, tokens, found).log_softmax(-1)
-        chosen = expected[range(15), found.token_ids.tolist()]
-        np.testing.assert_allclose(found.logprobs, chosen, atol=2e-5)
-
-
-def test_greedy_takes_the_first_maximum_and_its_logprobs_are_zero(net):
-    tokens = prompt(3)
-    found = one(make_engine(net), tokens, temperature=0.0)
-    assert found.token_ids.tolist() == reference(net, tokens, found).argmax(-1).tolist()
-    assert np.all(found.logprobs == 0)
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -176,16 +99,6 @@ def test_rows_with_and_without_top_p_do_not_disturb_each_other():
 # --- ends ----------------------------------------------------------------------------------------
 
 
-def test_the_stop_token_ends_a_completion_and_belongs_to_it(net):
-    tokens = prompt(5)
-    free = one(make_engine(net), tokens).token_ids.tolist()
-    stop = free[7]
-    first = free.index(stop)
-    found = one(make_engine(net), tokens, stop_ids=(stop,))
-    assert found.finish == "stop" and found.token_ids.tolist() == free[: first + 1]
-    assert len(found.logprobs) == len(found.entropies) == first + 1
-
-
 def test_a_stop_id_of_one_request_does_not_stop_another(net):
     tokens = prompt(5)
     free = one(make_engine(net), tokens).token_ids.tolist()
@@ -199,19 +112,6 @@ def test_a_stop_id_of_one_request_does_not_stop_another(net):
     )
     assert (stopped.finish, len(stopped.token_ids)) == ("stop", 1)
     assert (other.finish, other.token_ids.tolist()) == ("length", free)
-
-
-def test_the_budget_is_used_exactly(net):
-    for budget in (1, 2, 116):
-        found = one(make_engine(net), prompt(6), max_new_tokens=budget)
-        assert (found.finish, len(found.token_ids)) == ("length", budget)
-
-
-def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(net):
-    tokens = prompt(5)
-    free = one(make_engine(net), tokens).token_ids.tolist()
-    found = one(make_engine(net), tokens, max_new_tokens=1, stop_ids=(free[0],))
-    assert found.finish == "stop"
 
 
 @pytest.mark.parametrize(
@@ -360,21 +260,6 @@ def test_saved_prefixes_give_way_before_a_request_is_preempted(net):
     assert 0 < saved_tokens(engine) <= 128
 
 
-def test_new_weights_drop_the_prefixes_and_give_the_new_logprobs(net):
-    engine, other = make_engine(net), make_net(1)
-
-    async def main():
-        tokens, first, _ = await two_turns(engine)
-        await engine.update_weights(7, other.state_dict())
-        return tokens, first, await engine.generate("r", tokens, Sampling(10, seed=3))
-
-    tokens, first, found = asyncio.run(main())
-    assert (first.weight_version, found.weight_version, found.cached_tokens) == (0, 7, 0)
-    expected = reference(other, tokens, found).log_softmax(-1)
-    chosen = expected[range(10), found.token_ids.tolist()]
-    np.testing.assert_allclose(found.logprobs, chosen, atol=2e-5)
-
-
 def test_later_changes_of_the_learner_s_tensors_do_not_reach_the_engine(net):
     own = make_net(2)
     engine = make_engine(own)
@@ -384,24 +269,6 @@ def test_later_changes_of_the_learner_s_tensors_do_not_reach_the_engine(net):
             parameter.zero_()
     asyncio.run(engine.abort("r"))
     assert_same([before], [one(engine, prompt(1))], exact=True)
-
-
-def test_an_update_waits_for_running_requests_which_keep_their_version(net):
-    engine = make_engine(net)
-
-    async def main():
-        running = asyncio.ensure_future(engine.generate("a", prompt(1), Sampling(20, seed=1)))
-        while not engine.load().running:
-            await asyncio.sleep(0)
-        update = asyncio.ensure_future(engine.update_weights(1, make_net(1).state_dict()))
-        await asyncio.sleep(0)
-        late = asyncio.ensure_future(engine.generate("b", prompt(2), Sampling(20, seed=1)))
-        await asyncio.wait_for(update, 20)
-        return running.done(), await running, await late
-
-    done, old, new = asyncio.run(main())
-    assert done and (old.weight_version, new.weight_version) == (0, 1)
-    assert_same([old], [generate(make_engine(net), [("a", prompt(1), Sampling(20, seed=1))])[0]])
 
 
 def test_an_update_with_nothing_waiting_behind_it_ends(net):
@@ -586,75 +453,23 @@ def test_decoding_goes_on_while_a_tool_runs(net):
     assert 3 <= asyncio.run(main()) <= 8
 
 
-def test_a_tool_that_raises_does_so_at_its_own_caller(net):
-    engine = make_engine(net)
-
-    async def main():
-        async def tool():
-            raise ValueError("bad tool")
-
-        return await asyncio.gather(
-            engine.generate("a", prompt(1), Sampling(20, seed=1)),
-            engine.deliver(tool()),
-            return_exceptions=True,
-        )
-
-    completion, error = asyncio.run(main())
-    assert len(completion.token_ids) == 20 and isinstance(error, ValueError)
-
-
 # --- the protocol, for every engine --------------------------------------------------------------
 
 LINE = [3, 1, 4, 1, 5, 9]
 
 
-@pytest.fixture(params=["torch", "scripted", "watched"])
-def engine(request, net):
-    scripted = ScriptedEngine(lambda rid: [LINE] * 9)
-    made = {"torch": make_engine(net), "scripted": scripted, "watched": WatchedEngine(scripted)}[
-        request.param
-    ]
-    yield made
-    made.close()
+class TestTorch(ModelEngine):
+    @pytest.fixture
+    def engine(self, net):
+        made = make_engine(net, kv_tokens=KV_TOKENS)
+        yield made
+        made.close()
 
 
-def test_a_completion_has_one_logprob_and_one_entropy_per_token(engine):
-    found = one(engine, prompt(1), max_new_tokens=4)
-    assert len(found.token_ids) == len(found.logprobs) == len(found.entropies) == 4
-    assert found.finish == "length" and found.token_ids.dtype == np.int32
-    assert one(engine, prompt(1), max_new_tokens=4, entropies=False).entropies is None
-
-
-def test_no_completion_is_longer_than_asked_and_the_stop_token_is_included(engine):
-    free = one(engine, prompt(1), max_new_tokens=6).token_ids.tolist()
-    asyncio.run(engine.abort("r"))
-    found = one(engine, prompt(1), max_new_tokens=6, stop_ids=(free[-1],))
-    assert len(found.token_ids) <= 6
-    assert found.finish == "stop" and found.token_ids[-1] == free[-1]
-
-
-def test_completions_carry_the_version_of_the_weights(engine, net):
-    assert one(engine, prompt(1)).weight_version == 0
-    asyncio.run(engine.update_weights(3, net.state_dict()))
-    assert one(engine, prompt(1)).weight_version == 3
-
-
-def test_a_tool_s_result_is_delivered_and_an_idle_engine_has_no_load(engine):
-    async def tool():
-        await asyncio.sleep(0.001)
-        return "42"
-
-    async def main():
-        return await engine.deliver(tool())
-
-    assert asyncio.run(main()) == "42"
-    load = engine.load()
-    assert (load.running, load.waiting, load.preemptions) == (0, 0, 0)
-    assert engine.capacity().tokens >= engine.capacity().block > 0
-
-
-def test_aborting_what_is_unknown_is_harmless(engine):
-    asyncio.run(engine.abort("nobody"))
+class TestScripted(AnyEngine):
+    @pytest.fixture(params=[lambda engine: engine, WatchedEngine])
+    def engine(self, request):
+        return request.param(ScriptedEngine(lambda rid: [LINE] * 9))
 
 
 def test_a_watched_engine_says_what_each_trajectory_did_and_changes_nothing(net):

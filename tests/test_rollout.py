@@ -92,6 +92,22 @@ def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_tool_s(tokens, enviro
     assert set(trajectory.entropies[trajectory.loss_mask]) == {0.25}
 
 
+def test_where_the_engine_gives_no_entropies_a_trajectory_has_none(tokens, environment):
+    class Sparing(ScriptedEngine):
+        """Gives entropies for the first turn only."""
+
+        async def generate(self, request_id, token_ids, sampling):
+            found = await super().generate(request_id, token_ids, sampling)
+            return found if len(self.requests) == 1 else replace(found, entropies=None)
+
+    lines = [tokens.encode(GOOD), tokens.encode(ANSWER)]
+    actors = Actors(Sparing(lambda rid: lines), environment, tokens, CHAT)
+    trajectory = asyncio.run(rollouts.rollout(PROBLEM, 0, actors, LIMITS))
+    assert trajectory.entropies is None and len(trajectory.turns) == 2
+    assert trajectory.turns[0].entropies is not None
+    assert len(trajectory.logprobs) == len(trajectory.response_ids)
+
+
 def test_both_turns_of_two_carry_loss_and_end_with_the_stop_token(tokens, environment):
     trajectory, _ = play(tokens, environment, GOOD, ANSWER)
     for turn in trajectory.turns:

@@ -89,6 +89,8 @@ class World:
                 assert ledger[name] <= spec.kv_tokens, "it may overflow"
             if isinstance(self.policy, Survival):
                 assert len(mine) <= spec.max_seqs
+                ages = self.policy._ages.get(name)
+                assert set(ages.slots if ages else ()) == set(mine)
         assert set(self.policy.seats) == set(self.state)
         assert set(self.policy.queue) == {t for t, state in self.state.items() if state == "queued"}
         if self.policy.queue and self.engines:
@@ -249,6 +251,14 @@ def test_a_request_larger_than_every_engine_is_refused_with_the_numbers(name):
     }
 
 
+def test_a_request_longer_than_an_engines_sequences_is_refused():
+    policy = scheduler.make_policy("reserve")
+    policy.bind(engines(max_len=400))
+    (refusal,) = policy.submit(0.0, [TrajSpec("long", "g", 100, 301)])
+    assert isinstance(refusal, Cancel) and "400 per sequence" in refusal.reason
+    assert list(started(policy.submit(0.0, [TrajSpec("fits", "g", 100, 300)]))) == ["fits"]
+
+
 def test_reserve_starts_as_many_as_fit_in_the_worst_case():
     policy = Reserve()
     policy.bind(engines())  # 100 blocks each; a trajectory may need 26
@@ -348,6 +358,8 @@ def test_the_limit_of_residents_grows_by_turnover_and_shrinks_by_congestion():
     assert len(started(policy.tick(3.0))) == 1  # 3.8 · 1.25 = 4.8
     report(policy, 4.0, 0.3, preemptions=1)
     assert policy.tick(4.0) == [] and policy._limit["e0"] == pytest.approx(1600 / 416 * 1.25 * 0.8)
+    report(policy, 4.5, 0.3, preemptions=1)  # the turnover was used up
+    assert policy._limit["e0"] == pytest.approx(1600 / 416 * 1.25 * 0.8)
     report(policy, 5.0, 0.95, preemptions=1)
     assert policy._limit["e0"] == pytest.approx(4 * 0.7 / 0.95)
 
@@ -484,8 +496,36 @@ def test_a_report_that_is_late_says_how_far_they_were_when_it_was_made():
     policy.bind(engines(1, kv=4000))
     policy.submit(0.0, trajectories(4))
     assert ages_after(policy, 0.0, 0, 10, delay=0.5)[1:] == pytest.approx(
-        [30 * (n - 0.5) for n in range(2, 11)], abs=15
+        [30 * (n - 0.5) for n in range(2, 11)]
     )
+
+
+def test_what_an_engine_sampled_before_it_ran_empty_is_not_given_to_the_next():
+    policy = Survival()
+    policy.bind(engines(1, kv=4000))
+    policy.submit(0.0, trajectories(2))
+    ages_after(policy, 0.0, 0, 2)
+    policy.engine_stats(3.0, EngineStats("e0", 3.0, 0.0, None, 0, 0, 0, 5000))  # all wait for tools
+    assert policy._ages["e0"].at(3.5)[1].tolist() == [30, 30]
+
+
+def test_the_end_of_a_turn_may_make_room_for_the_head():
+    """All end with 100 tokens: one that has 90 is soon gone, and makes room before the others."""
+    policy = Survival(z=0.0)
+    policy.bind(engines(1, kv=1200, block=1), KaplanMeier([100] * 50, bin_tokens=10))
+    found = list(started(policy.submit(0.0, trajectories(9, most=1000))))
+    assert len(found) == 1200 // 210 == 5
+    assert list(started(policy.turn_done(1.0, "t0", 90))) == ["t5"]
+
+
+def test_the_curve_is_renewed_when_a_step_begins():
+    policy = Survival(z=0.0)
+    policy.bind(engines(1, kv=4000))
+    assert len(started(policy.submit(0.0, trajectories(40, most=512)))) == 6  # ⌊4000 / 624⌋
+    for number in range(40):
+        policy.turn_done(1.0, f"t{number}", 30)
+        policy.finished(1.0, f"t{number}", "success")
+    assert len(started(policy.submit(2.0, trajectories(40, most=512)))) > 20
 
 
 def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
@@ -505,6 +545,15 @@ def test_who_has_come_far_makes_way_and_the_youngest_of_them_goes_first():
     assert list(started(policy.finished(4.0, "t0", "success"))) == ["t5"]
     assert list(started(policy.finished(5.0, "t5", "success"))) == ["t2"]
     assert policy.seats["t2"].context == 100 + 150 + 10
+
+
+def test_nobody_makes_way_for_one_that_does_not_fit():
+    policy = SurvivalYield(share=0.4)
+    policy.bind(engines(1, kv=1280))
+    policy.submit(0.0, [*trajectories(3), TrajSpec("large", "g", 100, 800)])
+    policy.turn_done(1.0, "t1", 200)
+    assert policy.tool_done(2.0, "t1", 10) == [Start("t1", "e0", True)]
+    assert list(policy.queue) == ["large"]
 
 
 def test_survival_starts_more_than_the_worst_case_and_fewer_than_all():
@@ -543,6 +592,31 @@ def test_a_turn_moves_only_with_an_empty_queue_and_a_real_gap():
     policy.turn_done(3.0, crowd[1], 10)
     (start,) = policy.tool_done(3.5, crowd[1], 5)  # 3 against 1: below the gap
     assert (start.engine, start.expect_hit) == ("e0", True)
+
+
+def test_no_turn_moves_while_a_trajectory_waits():
+    policy = SurvivalMove(gap=3)
+    policy.bind(engines(2))
+    large = [TrajSpec(name, "g", 100, 1400) for name in ("l0", "l1")]
+    policy.submit(0.0, [large[0], *trajectories(4, most=200), large[1]])
+    own, other = policy.seats["t0"].engine, policy.seats["l0"].engine
+    assert own != other and list(policy.queue) == ["l1"]
+    policy.turn_done(1.0, "t0", 10)
+    assert policy.tool_done(2.0, "t0", 5) == [Start("t0", own, True)]
+    policy.finished(3.0, "l1", "cancel")
+    policy.turn_done(4.0, "t0", 10)
+    assert policy.tool_done(5.0, "t0", 5) == [Start("t0", other, False)]
+
+
+def test_an_engine_with_a_tenth_of_the_memory_is_full_with_a_tenth_of_the_residents():
+    policy = SurvivalMove(gap=6)
+    policy.bind([EngineSpec("small", 1600)])
+    policy.submit(0.0, trajectories(1))
+    policy.engine_up(0.0, EngineSpec("large", 16_000))
+    policy.submit(0.0, [TrajSpec(f"l{i}", "g", 100, 1500) for i in range(7)])
+    assert started(policy.submit(0.0, [TrajSpec("mover", "g", 100, 300)])) == {"mover": "large"}
+    policy.turn_done(1.0, "mover", 10)
+    assert policy.tool_done(2.0, "mover", 5) == [Start("mover", "large", True)]  # 8 against 10 · 1
 
 
 # -- speed

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +141,15 @@ def test_rates_are_over_all_scored_rollouts_before_selection():
     assert found["tool_error_rate_when_correct"] == pytest.approx(1 / 4)
     assert found["calls_per_trajectory"] == pytest.approx(2.0)
     assert found["mean_response_tokens"] == 10 and found["truncated_rate"] == 0
+
+
+def test_entropy_is_over_those_trajectories_for_which_the_engine_gave_it():
+    known = replace(made(0, 1.0, 0, 1), entropies=np.linspace(0, 9, 10, dtype=np.float32))
+    unknown = replace(made(1, 0.0, 0, 1), entropies=None)
+    assert trainer.rollout_metrics([known, unknown])["entropy"] == pytest.approx(
+        known.entropies[known.loss_mask].mean()
+    )
+    assert trainer.rollout_metrics([unknown])["entropy"] is None
 
 
 def test_rates_without_a_denominator_are_null_and_not_zero():

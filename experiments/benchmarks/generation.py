@@ -91,7 +91,7 @@ class GenerateEngine:
             input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(attention),
             max_new_tokens=max(sampling.max_new_tokens for _, sampling in batch),
             do_sample=True, temperature=first.temperature, top_p=first.top_p, top_k=0,
-            eos_token_id=list(first.stop_ids), pad_token_id=self._pad_id,
+            eos_token_id=list(first.stop_ids) or None, pad_token_id=self._pad_id,
             return_dict_in_generate=True, output_logits=self._with_logprobs,
         )  # fmt: skip
         ids_BT = found.sequences[:, width:]

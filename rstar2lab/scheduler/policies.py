@@ -118,7 +118,7 @@ class Policy:
         if engine != old:
             self._leave(seat)
             self._enter(seat, engine)
-        return [self._start(now, seat, engine == old)] + (self._admit(now) if engine != old else [])
+        return [self._start(now, seat, engine == old)]
 
     def finished(self, now: float, traj: str, reason: str) -> list[Action]:
         """The trajectory has ended: success, length, error or cancel; in any stage."""

@@ -56,7 +56,7 @@ class Ages:
             self._free.append(used)
         slot = self._free.pop()
         self.slots[traj] = slot
-        self.prompt_R[slot], self.base_R[slot], self.running_R[slot] = prompt, 0, 0
+        self.prompt_R[slot] = prompt  # the rest is zero since the last one left
 
     def leave(self, traj: str) -> None:
         slot = self.slots.pop(traj)
