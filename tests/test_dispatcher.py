@@ -4,6 +4,7 @@ All on a clock that jumps, where a deadlock is an error at once.
 """
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -321,6 +322,28 @@ def test_room_that_is_given_back_goes_to_the_next_in_line_at_once(net):
     names = [trace.id for trace in work.trajectories]
     assert first["start", names[1]] == first["finish", names[0]] == 2.5
     assert first["start", names[2]] == first["finish", names[1]]
+
+
+def test_a_start_that_nobody_waits_for_any_more_is_no_error(net):
+    """Its engine is lost, and its client is cancelled in the same moment."""
+    target, complaints = dispatcher([engine(net, 112), engine(net, 112)], "reserve"), []
+
+    async def everything():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        rollouts = enumerate(WORK.trajectories[:2])
+        tasks = [asyncio.ensure_future(rollout(trace, n, target)) for n, trace in rollouts]
+        await asyncio.sleep(2.5)
+        lost = next(iter(target.policy.desks["e0"].residents))
+        target.engine_down("e0", "pulled")
+        assert not target._trips[lost].gate.done()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        gc.collect()
+
+    run_virtually(everything())
+    assert not complaints and not target.policy.seats
 
 
 def test_a_client_that_fails_between_two_turns_gives_everything_back(net):

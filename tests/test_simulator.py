@@ -27,6 +27,7 @@ from rstar2lab.scheduler import (
 from rstar2lab.scheduler.policies import Least
 
 POLICIES = list(scheduler.POLICIES)
+MOVING = 322  # of the random steps, one in which it matters when a prefix leaves an engine
 
 
 def unit(**prices) -> CostModel:
@@ -115,7 +116,7 @@ def last(events, kind: str) -> dict[str, float]:
     return {e.traj: e.time for e in events if e.kind == kind}
 
 
-@pytest.mark.parametrize("seed", range(22))
+@pytest.mark.parametrize("seed", [*range(22), MOVING])
 def test_it_takes_the_steps_that_token_by_token_engines_take(seed):
     agree(seed, *made_up(seed))
 
