@@ -487,6 +487,14 @@ def test_workloads_that_no_reservation_bounds_are_refused():
 # -- prices
 
 
+def test_a_preset_says_whether_it_was_measured_and_where():
+    measured = {name for name, cost in scheduler.cost.PRESETS.items() if cost.is_calibrated}
+    assert measured == {"cpu_nano"}
+    assert all(cost.origin and cost.name == name for name, cost in scheduler.cost.PRESETS.items())
+    cost = CostModel.preset("cpu_nano")  # milliseconds, as the nano engine takes them
+    assert 1e-3 < cost.decode(16, 16 * 100, 1) < 1e-2
+
+
 def test_the_prices_of_a_preset_are_arithmetic():
     cost = CostModel.preset("mi300x_qwen3_14b")
     kv_bytes = 40 * 8 * 128 * 2 * 2  # layers, heads, width, keys and values, two bytes

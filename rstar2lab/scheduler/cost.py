@@ -98,6 +98,20 @@ PRESETS = {
         transformer(
             "h100_qwen3_14b", bandwidth=2.3e12, flops=450e12, memory=0.8 * 80e9, **_QWEN3_14B
         ),
+        CostModel(
+            name="cpu_nano",
+            is_calibrated=True,
+            origin="our torch engine, nano 0.4M, one thread of an x86-64 server, R² 0.95: "
+            "experiments/benchmarks/scheduler_real.py --size nano",
+            overhead_seconds=6.5e-4,
+            weights_seconds=0.0,
+            compute_seconds_per_row=0.0,
+            row_seconds=4.9e-5,
+            kv_seconds_per_token=7.6e-8,
+            prefill_seconds_per_token=6.8e-6,
+            prefill_attention_seconds=2.5e-8,
+            prefill_call_seconds=6.0e-4,
+        ),
     )
 }
 
