@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import token_engine
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from rstar2lab import scheduler
 from rstar2lab.scheduler import (
@@ -485,6 +487,33 @@ def test_workloads_that_no_reservation_bounds_are_refused():
 
 
 # -- prices
+
+
+KNOTS = ((1, 2e-3), (4, 4e-3), (16, 5e-3), (64, 11e-3))
+MEASURED = CostModel("rows", True, "test", 0.0, 0.0, 0.0, 0.0, 1e-7, 1e-5, by_rows=KNOTS)
+
+
+def test_measured_seconds_by_rows_lie_on_lines_between_the_knots_and_go_on_beyond():
+    known = ((1, 2e-3), (2, 8e-3 / 3), (4, 4e-3), (10, 4.5e-3), (64, 11e-3), (80, 13e-3))
+    for rows, seconds in known:
+        assert MEASURED.fixed(rows) == pytest.approx(seconds)
+
+
+@given(st.lists(st.floats(1e-4, 1e-1), min_size=2, max_size=6), st.integers(1, 200))
+def test_the_floor_of_a_measured_cost_lies_below_it_at_every_batch_size(seconds, most_rows):
+    knots = tuple(zip((1, 2, 8, 20, 64, 128), seconds, strict=False))
+    cost = replace(MEASURED, by_rows=knots)
+    assume(cost.fixed(most_rows) > 0)  # a last line may fall; no engine's does
+    step, row = cost.floor(most_rows)
+    for rows in range(1, most_rows + 1):
+        assert 0 <= step + row * rows <= cost.fixed(rows) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_beats_the_bound_of_a_measured_cost(name):
+    work, pool, _ = made_up(3)
+    done = simulate(name, work, pool, MEASURED, 3)
+    assert done.makespan >= done.lower_bound > 0
 
 
 def test_a_preset_says_whether_it_was_measured_and_where():

@@ -8,7 +8,7 @@ from rstar2lab.nano import model
 from rstar2lab.scheduler import CostModel, EnginePool, Event, Shape, Workload, simulate
 from rstar2lab.scheduler.clock import run_virtually
 from rstar2lab.scheduler.dispatcher import Dispatcher
-from rstar2lab.scheduler.paced import PacedEngine, calibrate
+from rstar2lab.scheduler.paced import PacedEngine, Step, exercise, fit
 from rstar2lab.scheduler.replay import replay
 from rstar2lab.scheduler.timeline import timeline
 
@@ -89,17 +89,15 @@ def test_a_real_log_is_drawn_by_the_function_that_draws_a_simulated_one(small_en
 
 
 def test_prices_fitted_to_steps_with_known_prices_are_those_prices():
-    from rstar2lab.scheduler.paced import Step, fit
-
     rng, steps = np.random.default_rng(0), []
     for _ in range(400):
         rows, prefill = int(rng.integers(1, 65)), int(rng.integers(0, 2) * rng.integers(0, 500))
         context, pairs = int(rng.integers(rows, 300 * rows)), prefill * 100.0
         seconds = 2e-3 + 1e-4 * rows + 1e-7 * context + 2e-5 * prefill + 1e-8 * pairs
-        steps.append(Step(rows, context, prefill, pairs, 0, seconds))
+        steps.append(Step(rows, context, prefill, pairs, 0, 0, seconds))
     cost, quality = fit(steps, "known", "made up")
-    assert cost.overhead_seconds == pytest.approx(2e-3, rel=0.01)
-    assert cost.row_seconds == pytest.approx(1e-4, rel=0.01)
+    for rows in (1, 5, 33, 64):
+        assert cost.fixed(rows) == pytest.approx(2e-3 + 1e-4 * rows, rel=0.01)
     assert cost.kv_seconds_per_token == pytest.approx(1e-7, rel=0.01)
     assert cost.prefill(100, 50) == pytest.approx(100 * (2e-5 + 1e-8 * 100), rel=0.01)
     assert quality["r_squared"] > 0.999
@@ -108,11 +106,12 @@ def test_prices_fitted_to_steps_with_known_prices_are_those_prices():
 @pytest.mark.full
 def test_the_prices_of_an_engine_add_up_to_what_it_took(small_engine):
     engine = small_engine(1 << 15)
-    cost, quality = calibrate(engine, 64, "here", "a test", most_turns=2)
+    cost, quality = fit(exercise([engine], 64, most_turns=2), "here", "a test")
     assert cost.is_calibrated and quality["steps"] == len(engine.steps) > 100
     told = sum(
         cost.decode(s.rows, s.context, 1) + cost.prefill_seconds_per_token * s.prefill
         + cost.prefill_attention_seconds * s.pairs + cost.prefill_call_seconds * s.calls
+        + cost.prefill_context_seconds * s.after
         for s in engine.steps
     )  # fmt: skip
     assert told == pytest.approx(sum(s.seconds for s in engine.steps), rel=0.3)

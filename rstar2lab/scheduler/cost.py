@@ -4,11 +4,13 @@ A decoding step of B rows with `context` tokens in all takes
 
     overhead + max(weights, compute · B) + row · B + kv · context
 
-seconds, and computing the KV of p tokens after x others takes prefill · p + attention · p·(x + p/2)
-plus a fixed `prefill_call`, one after the other with decoding: a conservative picture of chunked
-prefill, which overlaps them.
+seconds (or a measured function of B in place of the first three), and computing the KV of p tokens
+after x others takes prefill · p + attention · p·(x + p/2) + prefill_context · x (an engine that
+fetches a saved prefix) plus a fixed `prefill_call`, one after the other with decoding: a
+conservative picture of chunked prefill, which overlaps them.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,9 @@ from .workload import TrajectoryTrace, Workload
 class CostModel:
     """Seconds per unit; `calibrated` says whether they were measured, `origin` where.
 
-    kv_tokens: capacity of one engine of this kind, if the preset names one.
+    kv_tokens: capacity of one engine of this kind, if the preset names one. by_rows: measured
+    seconds of a step without its context, as (rows, seconds) with lines between; it then stands in
+    place of overhead, weights, compute and row.
     """
 
     name: str
@@ -33,12 +37,29 @@ class CostModel:
     prefill_seconds_per_token: float
     prefill_attention_seconds: float = 0.0  # per token and token of its context
     prefill_call_seconds: float = 0.0
+    prefill_context_seconds: float = 0.0  # per token of the context, however few tokens follow it
     kv_tokens: int = 0
+    by_rows: tuple[tuple[int, float], ...] = ()
 
     def fixed(self, rows: int) -> float:
         """Seconds of a step of so many rows, without their context."""
+        if self.by_rows:
+            return self._interpolated(rows)
         by_rows = max(self.weights_seconds, self.compute_seconds_per_row * rows)
         return self.overhead_seconds + by_rows + self.row_seconds * rows
+
+    def _interpolated(self, rows: int) -> float:
+        """On the line between two knots; beyond the last one it goes on."""
+        place = bisect_left(self.by_rows, (rows, 0.0), 1, len(self.by_rows) - 1)
+        (low, before), (high, after) = self.by_rows[place - 1 : place + 1]
+        return before + (after - before) * (rows - low) / (high - low)
+
+    def floor(self, most_rows: int) -> tuple[float, float]:
+        """(a, b) such that a step of B rows takes at least a + b·B, for 1 ≤ B ≤ most_rows."""
+        rows = [1, most_rows] + [knot for knot, _ in self.by_rows if 1 < knot < most_rows]
+        b = max(0.0, self.fixed(most_rows) - self.fixed(1)) / max(most_rows - 1, 1)
+        a = min(self.fixed(knot) - b * knot for knot in rows)
+        return (a, b) if a >= 0 else (0.0, min(self.fixed(knot) / knot for knot in rows))
 
     def decode(self, rows: int, context: int, steps: int) -> float:
         """Seconds of `steps` steps: the context starts at `context` and grows by a token per row.
@@ -50,8 +71,11 @@ class CostModel:
 
     def prefill(self, tokens: int, after: int) -> float:
         """Seconds to compute the KV of `tokens` that follow `after` others."""
-        pairs = tokens * (after + tokens / 2)
-        return self.prefill_seconds_per_token * tokens + self.prefill_attention_seconds * pairs
+        if not tokens:
+            return 0.0
+        seconds = self.prefill_attention_seconds * tokens * (after + tokens / 2)
+        seconds += self.prefill_context_seconds * after
+        return seconds + self.prefill_seconds_per_token * tokens
 
     @classmethod
     def preset(cls, name: str) -> "CostModel":
@@ -152,7 +176,11 @@ def lower_bound(
             length += turn.tokens + turn.tool_tokens
         longest = max(longest, work_seconds(trace, cost))
     steps = max(context / engines.kv_tokens, tokens / engines.max_seqs)
-    work = steps * cost.overhead_seconds + tokens * cost.row_seconds + prefill
-    work += max(steps * cost.weights_seconds, tokens * cost.compute_seconds_per_row)
+    if cost.by_rows:
+        per_step, per_row = cost.floor(engines.max_seqs)
+        work = steps * per_step + tokens * per_row + prefill
+    else:
+        work = steps * cost.overhead_seconds + tokens * cost.row_seconds + prefill
+        work += max(steps * cost.weights_seconds, tokens * cost.compute_seconds_per_row)
     work += cost.kv_seconds_per_token * context
     return max(work / engines.count, longest)

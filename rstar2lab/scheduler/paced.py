@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
@@ -24,15 +25,20 @@ class Step:
     """What one step computed, and the processor seconds that it took.
 
     rows and their context (tokens); prefill: tokens computed beside, pairs: Σ p·(x + p/2) of p
-    tokens after x others, calls: 1 if there were any.
+    tokens after x others, after: Σ x, calls: 1 if there were any.
     """
 
     rows: int
     context: int
     prefill: int
     pairs: float
+    after: int
     calls: int
     seconds: float
+
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_NO_PREFILL = (0, 0.0, 0, 0)
 
 
 class PacedEngine(TorchEngine):
@@ -45,7 +51,7 @@ class PacedEngine(TorchEngine):
         super().__init__(*arguments, **more)
         self.steps: list[Step] = []
         self._ready = 0.0  # when the present step ends
-        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
+        self._decoded, self._prefilled = (0, 0), _NO_PREFILL
 
     @property
     def longest_sequence(self) -> int:
@@ -54,7 +60,8 @@ class PacedEngine(TorchEngine):
     def _prefill(self, first, starts_R):
         counts_R = self._lengths[first : first + len(starts_R)] - 1 - starts_R
         pairs = float((counts_R * (starts_R + counts_R / 2)).sum())
-        self._prefilled = (int(counts_R.sum()), pairs, int(counts_R.max() > 0))
+        after = int(starts_R[counts_R > 0].sum())
+        self._prefilled = (int(counts_R.sum()), pairs, after, int(counts_R.max() > 0))
         super()._prefill(first, starts_R)
 
     def _finish_rows(self, sampled_B):
@@ -63,7 +70,7 @@ class PacedEngine(TorchEngine):
         super()._finish_rows(sampled_B)
 
     async def _take_step(self):
-        self._decoded, self._prefilled = (0, 0), (0, 0.0, 0)
+        self._decoded, self._prefilled = (0, 0), _NO_PREFILL
         started = time.thread_time()
         await super()._take_step()
         seconds = time.thread_time() - started
@@ -84,54 +91,58 @@ def fit(steps: Sequence[Step], name: str, origin: str) -> tuple[CostModel, dict]
     steps: with rows and context varied independently, 2,000 or more. origin: where they were
     measured; the model says so.
 
-    Each step weighs 1 / √seconds: the few long prefills must not drown the many short steps.
+    The seconds by rows are lines between `KNOTS`: the second row costs more than the fiftieth. Each
+    step counts by its relative error, so that a few long prefills do not drown the short steps.
     """
-    x = np.array([[1, s.rows, s.context, s.prefill, s.pairs, s.calls] for s in steps], float)
+    rows = np.array([s.rows for s in steps], float)
     y = np.array([s.seconds for s in steps])
-    weights, scale = 1 / np.sqrt(y), np.maximum(np.abs(x).max(0), 1e-12)
-    found, _ = nnls(x / scale * weights[:, None], y * weights)
-    base, row, kv, token, pair, call = (found / scale).tolist()
-    residual = y - x @ np.array([base, row, kv, token, pair, call])
-    rows = x[:, 1]
-    edges = [1, 2, 5, 9, 17, 33, 65, max(66, int(rows.max()) + 1)]
-    by_rows = {
-        f"{low}-{high - 1}": round(float(residual[mine].mean() / y[mine].mean()), 3)
-        for low, high in zip(edges, edges[1:], strict=False)
-        if (mine := (rows >= low) & (rows < high)).any()
-    }
+    hats = [np.interp(rows, KNOTS, knot) for knot in np.eye(len(KNOTS))]
+    rest = [[s.context, s.prefill, s.pairs, s.after, s.calls] for s in steps]
+    x = np.column_stack([*hats, np.array(rest, float)])
+    scale = np.maximum(np.abs(x).max(0), 1e-12)
+    found, _ = nnls(x / scale / y[:, None], np.ones(len(y)))
+    *by_rows, kv, token, pair, after, call = (found / scale).tolist()
+    measured = [(n, s) for n, s in zip(KNOTS, by_rows, strict=True) if s > 0]
     cost = CostModel(
-        name=name, is_calibrated=True, origin=origin,
-        overhead_seconds=base, weights_seconds=0.0, compute_seconds_per_row=0.0, row_seconds=row,
+        name=name, is_calibrated=True, origin=origin, by_rows=tuple(measured),
+        overhead_seconds=0.0, weights_seconds=0.0, compute_seconds_per_row=0.0, row_seconds=0.0,
         kv_seconds_per_token=kv, prefill_seconds_per_token=token, prefill_attention_seconds=pair,
-        prefill_call_seconds=call,
+        prefill_call_seconds=call, prefill_context_seconds=after,
     )  # fmt: skip
+    residual = y - x @ (found / scale)
     quality = 1 - float((residual**2).sum() / ((y - y.mean()) ** 2).sum())
-    return cost, {"steps": len(y), "r_squared": round(quality, 3), "relative_residual": by_rows}
+    parts = [(low, (rows >= low) & (rows < high)) for low, high in pairwise([*KNOTS, 1 << 30])]
+    by_size = {
+        f"{low} rows": round(float((residual[mine] / y[mine]).mean()), 3)
+        for low, mine in parts if mine.any()
+    }  # fmt: skip
+    return cost, {"steps": len(y), "r_squared": round(quality, 3), "relative_residual": by_size}
 
 
 _CLIENTS = (1, 64, 4, 32, 2, 16, 8, 1, 48, 3, 24, 12, 6)  # at one time, round after round
+_LENGTHS = ((0.05, 0.25), (0.05, 1.0), (0.6, 1.0))  # shares of the longest input, in turn
 
 
-def calibrate(
-    engine: PacedEngine, vocabulary: int, name: str, origin: str, seed: int = 0,
-    most_turns: int = 120,
-) -> tuple[CostModel, dict]:  # fmt: skip
-    """Prices from requests of random lengths at batch sizes from 1 to 64: no policy, no trace.
+def exercise(
+    engines: Sequence[PacedEngine], vocabulary: int, seed: int = 0, most_turns: int = 120
+) -> list[Step]:
+    """Steps to fit prices to: requests of random lengths at batch sizes from 1 to 64, no policy.
 
     Half of them begin, half go on after a few more tokens, as turns after a tool do.
 
-    engine: with KV for all of them at once; closed afterwards. most_turns: of a round.
+    engines: as many as will run together, for they push each other's weights out of the caches;
+    with KV for all requests at once; closed afterwards. most_turns: of a round and engine.
     """
     rng = np.random.default_rng((seed, 3))
-    longest = min(520, engine.longest_sequence - 100)
+    longest = min(520, engines[0].longest_sequence - 100)
 
-    async def client(number: int, turns: int) -> None:
+    async def client(engine: PacedEngine, number: int, turns: int, least: int, most: int) -> None:
         await asyncio.sleep(0.02 * number)  # staggered, as turns end: prefills of one or few rows
         tokens: list[int] = []
         for _ in range(turns):
-            if not 0 < len(tokens) < longest or rng.random() < 0.5:  # else it goes on
+            if not 0 < len(tokens) < most or rng.random() < 0.5:  # else it goes on
                 await engine.abort(str(number))
-                tokens = rng.integers(vocabulary, size=int(rng.integers(20, longest))).tolist()
+                tokens = rng.integers(vocabulary, size=int(rng.integers(least, most))).tolist()
             sampling = Sampling(int(rng.integers(10, 60)), seed=number)
             completion = await engine.generate(str(number), tokens, sampling)
             tokens += completion.token_ids.tolist()
@@ -139,10 +150,15 @@ def calibrate(
         await engine.abort(str(number))
 
     async def all_sizes() -> None:
-        for clients in _CLIENTS:
+        for place, clients in enumerate(_CLIENTS):
             turns = min(max(3, most_turns // clients), 10)
-            await asyncio.gather(*(client(number, turns) for number in range(clients)))
-        engine.close()
+            lengths = [int(share * longest) for share in _LENGTHS[place % len(_LENGTHS)]]
+            await asyncio.gather(*(
+                client(engine, number, turns, *lengths)
+                for number in range(clients) for engine in engines
+            ))  # fmt: skip
+        for engine in engines:
+            engine.close()
 
     run_virtually(all_sizes())
-    return fit(engine.steps, name, origin)
+    return [step for engine in engines for step in engine.steps]
