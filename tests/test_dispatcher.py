@@ -8,7 +8,6 @@ import gc
 
 import numpy as np
 import pytest
-import torch
 from tiny import less_uniform
 from token_engine import TokenEngine
 
@@ -39,14 +38,7 @@ WORK = Workload.synthetic(
     4, 4, mean_tokens=30, cap=48, seed=2, calls=1.5,
     shape=Shape(prompt_tokens=12, max_turns=3, tool_tokens=4, tool_seconds=3.3, slow_share=0.0),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,7 @@ VOCABULARY = 40
 SETTINGS = cfg.Model(layers=2, width=48, heads=3, kv_heads=1, mlp_width=64, max_tokens=128)
 OPTIMIZER = cfg.Optimizer(lr=1e-3)
 LOSS = cfg.Loss(minibatches=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_net(seed: int = 0):

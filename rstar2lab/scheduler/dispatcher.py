@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class _Watch:
     sign: tuple[int, int, int] = (-1, -1, -1)
     since: float = 0.0
     preemptions: int = 0
-    turns: int = field(default=0)
+    turns: int = 0
 
 
 class _Aborted(EngineError):
@@ -85,7 +85,7 @@ class Dispatcher:
 
     tick_seconds: between reports to the policy, default its own wish. seed: the policy's chance.
     `events` is the log, `decision_seconds` the time of each call of the policy, `counts` what was
-    lost, restarted and moved. One dispatcher lives on one event loop.
+    lost, restarted and moved. It serves one event loop at a time.
     """
 
     def __init__(
